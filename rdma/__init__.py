@@ -1,1 +1,1 @@
-"""TODO."""
+"""rdma, the arms: staging adapters from a weight peer."""

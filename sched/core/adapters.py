@@ -1,0 +1,382 @@
+"""Adapter jobs: staging, placing into a slot, committing, and what follows for the name.
+
+A job touches nothing but host memory until a slot is chosen; a failed or cancelled stage therefore
+leaves every slot, table, name and graph as it was.
+"""
+
+from __future__ import annotations
+
+from .effects import CancelStage, Commit, Reply, Retire, StartStage
+from .events import CommitDone, CommitFailed, Failure, StageDone, StageFailed
+from .identity import adapter_id
+from .jobs import JOB_TABLE, Job, JobEvent, JobKind, JobState
+from .registry import Name, Version
+from .slots import Slot
+from .state import State
+from .tables import SlotState
+
+
+def _move(state: State, job: Job, event: JobEvent) -> None:
+    target = JOB_TABLE.get((job.state, event))
+    subject = f"adapter {job.name}"
+    if target is None:
+        raise state.log.broken(subject, f"job {job.id}: {event.value} in {job.state.value}")
+    state.log.add(subject, f"job {job.id} {job.kind.value}: {event.value} -> {target.value}")
+    job.state = target
+
+
+def add_job(
+    state: State,
+    entry: Name,
+    kind: JobKind,
+    source: int,
+    command: int = -1,
+    *,
+    target: int = -1,
+    pin: bool = False,
+    created: bool = False,
+) -> Job:
+    """Queue a job for ``entry`` and start it if it is the first. ``created``: the name is known
+    only because of this job, and is forgotten if it fails."""
+    job = Job(state.new_id(), kind, entry.name, source, target, pin, created)
+    state.names.hold_source(source)
+    state.jobs[job.id] = job
+    if command >= 0:
+        wait_for(state, job, command)
+    entry.jobs.append(job)
+    if len(entry.jobs) == 1:
+        _start(state, entry, job)
+    return job
+
+
+def wait_for(state: State, job: Job, command: int) -> None:
+    state.commands[command] = job.id
+    job.commands.append(command)
+
+
+def miss(state: State, name: str) -> None:
+    """A waiting sequence needs ``name`` in a slot."""
+    entry = state.names.names[name]
+    if any(j.kind is not JobKind.PREFETCH for j in entry.jobs):
+        return
+    add_job(state, entry, JobKind.MISS, entry.source)
+
+
+def _start(state: State, entry: Name, job: Job) -> None:
+    """Take up the first job of a name: from the host cache if it can be, else stage."""
+    current = entry.current
+    if job.kind in (JobKind.PROMOTE, JobKind.MISS) and current is not None and current.slot >= 0:
+        if state.slots[current.slot].state is not SlotState.DRAINING:
+            _finish(state, entry, job, JobEvent.FINISH, "resident")
+            return
+    reuse = job.kind not in (JobKind.REPLACE, JobKind.SWAP, JobKind.LOAD)
+    if reuse and current is not None and state.names.knows_image(current.image):
+        state.names.image_staged(current.image, 0)
+        job.image, job.digest = current.image, current.digest
+        _place_or_finish(state, entry, job)
+        return
+    job.stage = state.new_id()
+    state.stages[job.stage] = job
+    state.counters.stages += 1
+    _move(state, job, JobEvent.STAGE)
+    state.out.append(StartStage(job.stage, job.name, job.source))
+
+
+def stage_done(state: State, event: StageDone) -> None:
+    job = state.stages.pop(event.stage)
+    state.names.image_staged(event.image, event.nbytes)
+    job.image, job.digest = event.image, event.digest
+    if job.abandoned:
+        _drop(state, job, JobEvent.FAIL)
+        return
+    _place_or_finish(state, state.names.names[job.name], job)
+
+
+def stage_failed(state: State, event: StageFailed) -> None:
+    job = state.stages.pop(event.stage)
+    state.counters.stage_failures += 1
+    if job.abandoned:
+        _drop(state, job, JobEvent.FAIL)
+        return
+    fail(state, job, event.failure)
+
+
+def _place_or_finish(state: State, entry: Name, job: Job) -> None:
+    _move(state, job, JobEvent.STAGED)
+    current = entry.current
+    if job.kind is JobKind.PREFETCH:
+        if current is None or current.digest != job.digest:
+            _adopt(state, entry, job, entry.next_version(job.digest, job.source, job.image))
+        else:
+            _relink(state, current, job.image)
+        _finish(state, entry, job, JobEvent.FINISH, "prefetched")
+        return
+    resident = current is not None and current.slot >= 0 and current.digest == job.digest
+    if resident and job.kind in (JobKind.REPLACE, JobKind.PROMOTE, JobKind.MISS):
+        assert current is not None
+        if state.slots[current.slot].state is not SlotState.DRAINING:
+            _relink(state, current, job.image)
+            _finish(state, entry, job, JobEvent.FINISH, "unchanged")
+            return
+    if not state.slots.can_ever_place(_own(entry, job)) and job.target < 0:
+        fail(state, job, _pool_full(state))
+        return
+    job.since = state.now
+    state.placing[job.id] = job
+
+
+def _pool_full(state: State) -> Failure:
+    return Failure(
+        "capacity",
+        "POOL_FULL",
+        "every slot is pinned",
+        expected="a slot that may be a victim",
+        found=f"{len(state.slots)} pinned",
+    )
+
+
+def _own(entry: Name, job: Job) -> int:
+    """The slot of the version this job replaces, or -1."""
+    if job.kind is JobKind.REPLACE and entry.current is not None:
+        return entry.current.slot
+    return -1
+
+
+def place_all(state: State) -> None:
+    """Give slots to the jobs that wait for one, in the order they began to wait."""
+    for job in list(state.placing.values()):
+        entry = state.names.names[job.name]
+        slot = _slot_for(state, entry, job)
+        if slot is not None:
+            _commit(state, entry, job, slot)
+
+
+def _slot_for(state: State, entry: Name, job: Job) -> Slot | None:
+    slots = state.slots
+    current = entry.current
+    if current is not None and current.slot >= 0 and not _is_fresh(entry, job):
+        # The version still drains from another slot; two slots never hold one version.
+        return None
+    if job.target >= 0:
+        slot = slots[job.target]
+        if slot.state in (SlotState.EMPTY, SlotState.READY):
+            return slot
+        if slot.state is SlotState.IN_USE:
+            _drain(state, slot, job)
+        return None
+    own = _own(entry, job)
+    reserved = {j.target for j in state.placing.values() if j.target >= 0}
+    idle = slots.victim(own, reserved)
+    if idle is not None:
+        return idle
+    if any(s.drained_for == job.id for s in slots.slots):
+        return None
+    if state.now >= job.since + state.config.drain_after_s:
+        busy = slots.drain_victim(own, reserved)
+        if busy is not None:
+            _drain(state, busy, job)
+    return None
+
+
+def _drain(state: State, slot: Slot, job: Job) -> None:
+    state.counters.drained += 1
+    state.slots.drain(slot, job.id)
+
+
+def _is_fresh(entry: Name, job: Job) -> bool:
+    """Whether committing this job makes a new version: new content, or a swap (which always
+    does, so that a swapped slot never shares an identity with another)."""
+    current = entry.current
+    return current is None or current.digest != job.digest or job.kind is JobKind.SWAP
+
+
+def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
+    job.fresh = _is_fresh(entry, job)
+    current = entry.current
+    if current is not None and current.slot >= 0:
+        job.pin = job.pin or state.slots[current.slot].pinned
+    evicted = state.slots.choose(slot)
+    if evicted is not None:
+        state.counters.evicted += 1
+        job.evicted = evicted.name if evicted.name != job.name else None
+    generation = entry.generation + 1 if job.fresh else entry.generation
+    job.slot = slot.index
+    job.commit = state.new_id()
+    del state.placing[job.id]
+    state.commits[job.commit] = job
+    _move(state, job, JobEvent.CHOSEN)
+    state.counters.commits += 1
+    ident = adapter_id(job.name, generation)
+    state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
+
+
+def commit_done(state: State, event: CommitDone) -> None:
+    job = state.commits.pop(event.commit)
+    slot = state.slots[job.slot]
+    if job.abandoned:
+        orphan = Version(job.name, 0, 0, job.digest, job.source, -1)
+        state.slots.committed(slot, orphan, pin=False)
+        state.slots.retire(slot)
+        state.slot_emptied(slot.index)
+        _drop(state, job, JobEvent.COMMITTED)
+        return
+    entry = state.names.names[job.name]
+    if job.fresh:
+        version = entry.next_version(job.digest, job.source, job.image)
+        _adopt(state, entry, job, version)
+    else:
+        assert entry.current is not None
+        version = entry.current
+        _relink(state, version, job.image)
+    state.slots.committed(slot, version, job.pin)
+    _finish(state, entry, job, JobEvent.COMMITTED, "done")
+
+
+def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
+    """Repoint the name, atomically: from here on new sequences get ``version``."""
+    old, entry.current = entry.current, version
+    state.names.link(version)
+    if entry.source != job.source:
+        state.names.hold_source(job.source)
+        state.drop_sources(state.names.release_source(entry.source))
+        entry.source = job.source
+    if old is not None:
+        state.names.unlink(old)
+        if old.slot >= 0:
+            _supersede(state, old)
+
+
+def _relink(state: State, version: Version, image: int) -> None:
+    if version.image != image:
+        state.names.unlink(version)
+        version.image = image
+        state.names.link(version)
+
+
+def _supersede(state: State, old: Version) -> None:
+    """No new leases on the old version's slot; it empties when its last sequence ends."""
+    slot = state.slots[old.slot]
+    if slot.state is SlotState.READY:
+        state.slots.retire(slot)
+        state.slot_emptied(slot.index)
+    elif slot.state is SlotState.IN_USE:
+        state.slots.drain(slot, -1)
+
+
+def commit_failed(state: State, event: CommitFailed) -> None:
+    job = state.commits.pop(event.commit)
+    state.slots.commit_failed(state.slots[job.slot])
+    state.out.append(Retire(job.slot))
+    if job.abandoned:
+        _drop(state, job, JobEvent.FAIL)
+    else:
+        fail(state, job, event.failure)
+
+
+def fail(state: State, job: Job, failure: Failure) -> None:
+    """The job's commands, and the sequences that wait for a name nothing else will bring, hear
+    why; the name's earlier version, if any, stays as it is."""
+    entry = state.names.names[job.name]
+    _undrain(state, job)
+    _move(state, job, JobEvent.FAIL)
+    state.reply(job.commands, Reply(-1, "failed", name=job.name, failure=failure))
+    _release(state, job)
+    entry.jobs.remove(job)
+    serves = entry.current is not None and entry.current.slot >= 0
+    if not serves and not entry.jobs:
+        entry.failed = failure
+        entry.failed_until = state.now + state.config.failure_backoff_s
+        for seq in state.lanes.of_adapter(job.name):
+            if not seq.leased:
+                state.end(seq, "error", failure)
+    if entry.current is None and not entry.jobs and job.created:
+        state.drop_sources(state.names.forget(entry))
+    elif entry.jobs:
+        _start(state, entry, entry.jobs[0])
+    state.lanes.unpark(job.name)
+
+
+def _finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -> None:
+    _undrain(state, job)
+    _move(state, job, event)
+    version = entry.current
+    assert version is not None
+    entry.failed = None
+    if job.pin and version.slot >= 0:
+        state.slots[version.slot].pinned = True
+    image = job.image
+    state.reply(
+        job.commands,
+        Reply(
+            -1,
+            outcome,
+            entry.name,
+            version.slot,
+            version.generation,
+            version.adapter_id,
+            job.evicted,
+            image,
+        ),
+    )
+    state.placing.pop(job.id, None)
+    _release(state, job)
+    entry.jobs.remove(job)
+    state.lanes.unpark(entry.name)
+    if entry.jobs:
+        _start(state, entry, entry.jobs[0])
+
+
+def _undrain(state: State, job: Job) -> None:
+    """A slot drained for this job is needed no more: let it serve again."""
+    for slot in state.slots.slots:
+        if slot.drained_for == job.id and slot.state is SlotState.DRAINING:
+            version = slot.version
+            entry = state.names.names.get(version.name) if version else None
+            if entry is not None and entry.current is version:
+                state.slots.undrain(slot)
+                state.lanes.unpark(entry.name)
+            else:
+                slot.drained_for = -1
+
+
+def _release(state: State, job: Job) -> None:
+    """Everything a job holds, once: its image, its source."""
+    state.jobs.pop(job.id)
+    state.placing.pop(job.id, None)
+    if job.image >= 0:
+        state.names.image_released(job.image)
+    state.drop_sources(state.names.release_source(job.source))
+    state.trim_images()
+
+
+def _drop(state: State, job: Job, event: JobEvent) -> None:
+    """End of a job whose name is gone."""
+    _undrain(state, job)
+    _move(state, job, event)
+    _release(state, job)
+
+
+def abandon(state: State, entry: Name, failure: Failure) -> None:
+    """The name goes away: answer its jobs' commands now; work in flight ends by itself."""
+    for job in list(entry.jobs):
+        state.reply(job.commands, Reply(-1, "failed", name=entry.name, failure=failure))
+        job.abandoned = True
+        if job.state is JobState.STAGING:
+            state.out.append(CancelStage(job.stage))
+        if job.state in (JobState.QUEUED, JobState.PLACING):
+            state.placing.pop(job.id, None)
+            _drop(state, job, JobEvent.FAIL)
+    entry.jobs.clear()
+
+
+def fail_all(state: State, failure: Failure) -> None:
+    """Every open job fails (dead device, closing); stages in flight report later, to nobody."""
+    for entry in list(state.names.names.values()):
+        if entry.jobs:
+            abandon(state, entry, failure)
+
+
+def next_drain(state: State) -> float | None:
+    """When the next waiting job may drain a victim (past that, only an event can help it)."""
+    times = [j.since + state.config.drain_after_s for j in state.placing.values()]
+    return min((t for t in times if t > state.now), default=None)

@@ -1,0 +1,31 @@
+"""Limits and policy of the core: everything has a limit, and each is here with its unit."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CoreConfig(msgspec.Struct, frozen=True):
+    """``max_loras``: slots (0 = LoRA off). ``num_blocks`` x ``block_size`` tokens of KV.
+    ``max_context``: tokens of one sequence. ``max_step_tokens``: tokens of one step when nothing
+    decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens).
+    ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
+    ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into."""
+
+    max_loras: int
+    num_blocks: int
+    max_context: int
+    block_size: int = 16
+    max_running: int = 64
+    max_waiting: int = 4096
+    max_step_tokens: int = 512
+    mixed_step_tokens: int = 128
+    watermark_blocks: int = 4
+    drain_after_s: float = 0.5
+    failure_backoff_s: float = 1.0
+    max_names: int = 100_000
+    max_commands: int = 256
+    max_jobs_per_name: int = 64
+    image_cache_bytes: int = 1 << 30
+    log_size: int = 4096
+    max_remembered_generations: int = 65_536

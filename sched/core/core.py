@@ -1,0 +1,165 @@
+"""The one door: ``Core.handle(event, now) -> effects``.
+
+Pure and synchronous: no await, clock, I/O or torch in here, so nothing can interleave. The same
+events at the same times give the same effects.
+"""
+
+from __future__ import annotations
+
+from ...errors import InternalError
+from . import adapters, commands, planning, requests
+from .blocks import BlockPool
+from .config import CoreConfig
+from .effects import Closed, Effect
+from .events import (
+    Cancel,
+    CancelCommand,
+    Close,
+    CommitDone,
+    CommitFailed,
+    Event,
+    Failure,
+    Plan,
+    StageDone,
+    StageFailed,
+    StepDone,
+    StepFailed,
+    Stop,
+    Submit,
+    Tick,
+)
+from .registry import Registry
+from .slots import SlotTable
+from .snapshot import Stats, snapshot
+from .state import State
+from .story import Log
+from .tables import SeqState
+
+
+class Core:
+    """All serving state and every decision about it.
+
+    ``handle`` returns the effects to carry out, in order. ``next_wake`` says when a ``Tick`` is due
+    even if nothing else happens. ``check`` verifies every conservation law (tests, idle time).
+    """
+
+    def __init__(self, config: CoreConfig) -> None:
+        log = Log(config.log_size)
+        self._state = State(
+            config=config,
+            log=log,
+            slots=SlotTable(config.max_loras, log),
+            names=Registry(config.image_cache_bytes, config.max_remembered_generations),
+            blocks=BlockPool(config.num_blocks, log),
+        )
+        self._started = False
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time ``now`` (seconds, any origin). A clock that steps back is held.
+
+        Raises InternalError for a broken invariant: a bug, with the story of what broke.
+        """
+        state = self._state
+        if not self._started:
+            self._started, state.started, state.now = True, now, now
+        state.now = state.log.now = max(state.now, now)
+        requests.expire(state)
+        self._dispatch(event)
+        adapters.place_all(state)
+        commands.settle_unloads(state)
+        self._maybe_closed()
+        out, state.out = state.out, []
+        return out
+
+    def _dispatch(self, event: Event) -> None:
+        state = self._state
+        match event:
+            case Plan():
+                planning.plan(state)
+            case StepDone():
+                planning.step_done(state, event)
+            case Submit():
+                requests.submit(state, event)
+            case Cancel():
+                requests.cancel(state, event)
+            case Stop():
+                requests.stop(state, event)
+            case StepFailed():
+                planning.step_failed(state, event)
+            case StageDone():
+                adapters.stage_done(state, event)
+            case StageFailed():
+                adapters.stage_failed(state, event)
+            case CommitDone():
+                adapters.commit_done(state, event)
+            case CommitFailed():
+                adapters.commit_failed(state, event)
+                if event.fatal:
+                    planning.device_dead(state, event.failure)
+            case CancelCommand():
+                commands.cancel_command(state, event)
+            case Tick():
+                pass
+            case Close():
+                self._close()
+            case _:
+                commands.handle(state, event)
+
+    def _close(self) -> None:
+        state = self._state
+        if state.closing:
+            return
+        state.closing = True
+        closing = Failure("closed", "engine-closed", "the engine is closing")
+        adapters.fail_all(state, closing)
+        for seq in list(state.seqs.values()):
+            state.end(seq, "error", closing)
+
+    def _maybe_closed(self) -> None:
+        state = self._state
+        if not state.closing or state.closed:
+            return
+        if state.step is None and not (state.seqs or state.stages or state.commits):
+            state.closed = True
+            state.out.append(Closed())
+
+    def next_wake(self) -> float | None:
+        """Absolute time of the next ``Tick``, or ``None``."""
+        state = self._state
+        times = [state.next_deadline(), adapters.next_drain(state)]
+        times += [u.deadline for u in state.unloading]
+        return min((t for t in times if t is not None), default=None)
+
+    def idle(self) -> bool:
+        """Nothing runs, waits, stages or commits."""
+        state = self._state
+        return not (state.step or state.seqs or state.jobs or state.stages or state.commits)
+
+    def stats(self) -> Stats:
+        """A frozen snapshot."""
+        return snapshot(self._state)
+
+    def story(self, subject: str) -> list[str]:
+        """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""
+        return self._state.log.story(subject)
+
+    def check(self) -> None:
+        """Every conservation law; raises InternalError with what is broken."""
+        state = self._state
+        state.blocks.check([s.blocks for s in state.seqs.values()])
+        leases: dict[int, set[int]] = {}
+        for seq in state.seqs.values():
+            if seq.leased and seq.slot >= 0:
+                leases.setdefault(seq.slot, set()).add(seq.id)
+        state.slots.check(leases)
+        waiting = state.lanes.check()
+        if waiting != sum(s.state is SeqState.WAITING for s in state.seqs.values()):
+            raise InternalError("lanes and waiting sequences disagree", subject="lanes")
+        if len(state.running) + waiting != len(state.seqs):
+            raise InternalError("a sequence is neither running nor waiting", subject="seqs")
+        jobs = {j.id for e in state.names.names.values() for j in e.jobs}
+        if jobs - set(state.jobs):
+            raise InternalError("a name waits for a job that is gone", subject="jobs")
+        for command, job in state.commands.items():
+            if job >= 0 and command not in state.jobs[job].commands:
+                raise InternalError("a command waits for no job", subject=f"command {command}")

@@ -1,0 +1,137 @@
+"""What the core wants done: every output, as frozen data. The shell carries them out in order.
+
+``RunStep``, ``Commit``, ``Retire`` and ``CloseSequence`` go to the device thread's one queue in the
+order given: a commit between two steps is the barrier.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .events import Failure
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One row of a step: feed ``tokens`` at positions ``start..`` of ``seq``; ``slot`` -1 = base.
+    ``blocks`` is the sequence's block table (only grows while the sequence runs); ``sample`` is
+    false for a prefill chunk that is not the last. ``adapter_id`` is what the slot must hold."""
+
+    seq: int
+    slot: int
+    adapter_id: int
+    start: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sample: bool
+
+
+class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    step: int
+    rows: tuple[Row, ...]
+
+
+class OpenSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """First admission of a sequence: the runner makes its sampler state."""
+
+    seq: int
+
+
+class CloseSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sequence has left the device for good: free its sampler state."""
+
+    seq: int
+
+
+class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Deliver ``token``, the ``index``-th new token, sampled by row ``row`` of step ``step``."""
+
+    seq: int
+    token: int
+    index: int
+    adapter_id: int
+    step: int
+    row: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The one terminal effect of a sequence. ``reason``: ``stop``, ``length``, ``cancelled``,
+    ``deadline`` or ``error`` (then ``failure`` says what)."""
+
+    seq: int
+    reason: str
+    adapter_id: int
+    failure: Failure | None = None
+
+
+class StartStage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    stage: int
+    name: str
+    source: int
+
+
+class CancelStage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody wants the image; StageDone or StageFailed still comes, once."""
+
+    stage: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    commit: int
+    slot: int
+    image: int
+    name: str
+    adapter_id: int
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Clear the slot's table cells (its last lease has ended)."""
+
+    slot: int
+
+
+class DropImage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget a host slot image."""
+
+    image: int
+
+
+class DropSource(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No name needs this source any more."""
+
+    source: int
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The one answer to a command. ``outcome``: ``done`` and friends; ``image`` names the staged
+    image whose report belongs to the answer (or -1)."""
+
+    command: int
+    outcome: str
+    name: str | None = None
+    slot: int = -1
+    generation: int = 0
+    adapter_id: int = 0
+    evicted: str | None = None
+    image: int = -1
+    failure: Failure | None = None
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nothing runs, nothing is leased, nothing is staged: the shell may stop."""
+
+
+Effect = (
+    RunStep
+    | OpenSequence
+    | CloseSequence
+    | Token
+    | Ended
+    | StartStage
+    | CancelStage
+    | Commit
+    | Retire
+    | DropImage
+    | DropSource
+    | Reply
+    | Closed
+)

@@ -1,0 +1,74 @@
+"""Adapter jobs: one piece of work that brings an adapter version somewhere, as a state machine.
+
+Jobs of one name run one after the other, in the order asked: the last replace asked for is the one
+that stays. Commands wait on jobs; a job outlives a command that nobody waits for any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class JobKind(enum.Enum):
+    LOAD = "load"
+    REPLACE = "replace"
+    PROMOTE = "promote"  #: asked for by a command
+    MISS = "miss"  #: asked for by a waiting sequence
+    SWAP = "swap"
+    PREFETCH = "prefetch"
+
+
+class JobState(enum.Enum):
+    QUEUED = "QUEUED"  #: behind another job of the same name
+    STAGING = "STAGING"  #: a worker makes the image
+    PLACING = "PLACING"  #: image ready, waits for a slot
+    COMMITTING = "COMMITTING"  #: the device writes the slot
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+class JobEvent(enum.Enum):
+    STAGE = "stage"
+    STAGED = "staged"
+    CHOSEN = "chosen"
+    COMMITTED = "committed"
+    FAIL = "fail"
+    FINISH = "finish"  #: nothing (more) to write: unchanged, or prefetch only
+
+
+JOB_TABLE: dict[tuple[JobState, JobEvent], JobState] = {
+    (JobState.QUEUED, JobEvent.STAGE): JobState.STAGING,
+    (JobState.QUEUED, JobEvent.STAGED): JobState.PLACING,
+    (JobState.QUEUED, JobEvent.FINISH): JobState.DONE,
+    (JobState.QUEUED, JobEvent.FAIL): JobState.FAILED,
+    (JobState.STAGING, JobEvent.STAGED): JobState.PLACING,
+    (JobState.STAGING, JobEvent.FAIL): JobState.FAILED,
+    (JobState.PLACING, JobEvent.CHOSEN): JobState.COMMITTING,
+    (JobState.PLACING, JobEvent.FINISH): JobState.DONE,
+    (JobState.PLACING, JobEvent.FAIL): JobState.FAILED,
+    (JobState.COMMITTING, JobEvent.COMMITTED): JobState.DONE,
+    (JobState.COMMITTING, JobEvent.FAIL): JobState.FAILED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    id: int
+    kind: JobKind
+    name: str
+    source: int
+    target: int = -1
+    pin: bool = False
+    created: bool = False
+    state: JobState = JobState.QUEUED
+    commands: list[int] = field(default_factory=list)
+    stage: int = -1
+    image: int = -1
+    digest: str = ""
+    slot: int = -1
+    commit: int = -1
+    since: float = 0.0  #: when it began to wait for a slot
+    evicted: str | None = None
+    fresh: bool = False  #: its commit makes a new version
+    abandoned: bool = False  #: its name was unloaded meanwhile

@@ -1,0 +1,216 @@
+"""The planner: which rows make the next step, and what a finished step means.
+
+Decode rows first (they are what streams wait for), then prefill of admitted sequences, then
+admission from the lanes, within a token budget that bounds the gap between tokens.
+"""
+
+from __future__ import annotations
+
+from . import adapters
+from .effects import OpenSequence, Row, RunStep, Token
+from .events import Failure, RowDone, StepDone, StepFailed
+from .lanes import Lane
+from .sequences import Sequence
+from .state import State, Step
+from .tables import SeqEvent, SeqState, SlotState
+
+
+def plan(state: State) -> None:
+    """Plan one step if none is in flight."""
+    if state.step is not None or state.dead is not None:
+        return
+    rows: list[Row] = []
+    for seq in [s for s in state.running.values() if s.state is SeqState.DECODE]:
+        # An earlier row of this step may have preempted it to find a block.
+        if seq.state is SeqState.DECODE and _grow(state, seq, len(seq.tokens), rows):
+            rows.append(_row(seq, len(seq.tokens)))
+    config = state.config
+    budget = (config.mixed_step_tokens if rows else config.max_step_tokens) - len(rows)
+    for seq in [s for s in state.running.values() if s.state is SeqState.PREFILL]:
+        if budget <= 0:
+            break
+        budget -= _prefill(state, seq, budget, rows)
+    budget = _admit(state, budget, rows)
+    if not rows:
+        return
+    step = Step(state.new_id(), tuple(rows))
+    for row in rows:
+        state.seqs[row.seq].in_flight = True
+    state.step = step
+    state.counters.steps += 1
+    state.out.append(RunStep(step.id, step.rows))
+
+
+def _row(seq: Sequence, end: int) -> Row:
+    tokens = tuple(seq.tokens[seq.computed : end])
+    sample = end == len(seq.tokens)
+    return Row(seq.id, seq.slot, seq.adapter_id, seq.computed, tokens, tuple(seq.blocks), sample)
+
+
+def _prefill(state: State, seq: Sequence, budget: int, rows: list[Row]) -> int:
+    """Add a chunk of ``seq``; returns its tokens (0 if no block could be had)."""
+    end = min(len(seq.tokens), seq.computed + budget)
+    if not _grow(state, seq, end, rows):
+        return 0
+    rows.append(_row(seq, end))
+    return end - seq.computed
+
+
+def _grow(state: State, seq: Sequence, length: int, rows: list[Row]) -> bool:
+    """Make ``seq`` hold blocks for ``length`` tokens, preempting others if it must; false if
+    ``seq`` itself had to give way."""
+    need = -(-length // state.config.block_size) - len(seq.blocks)
+    while need > state.blocks.free:
+        victim = _preemption_victim(state, rows)
+        if victim is None:
+            return False
+        _preempt(state, victim)
+        if victim is seq:
+            return False
+    for _ in range(need):
+        seq.blocks.append(state.blocks.take())
+    return True
+
+
+def _preemption_victim(state: State, rows: list[Row]) -> Sequence | None:
+    """The running sequence to put back: least urgent, then last admitted; never one that already
+    has a row in the step being planned."""
+    planned = {row.seq for row in rows}
+    best: Sequence | None = None
+    for seq in state.running.values():
+        if seq.id in planned or seq.state is SeqState.CLOSING:
+            continue
+        if best is None or seq.priority >= best.priority:
+            best = seq
+    return best
+
+
+def _preempt(state: State, seq: Sequence) -> None:
+    """Back to waiting, to be recomputed later. Its lease is kept: the version must not change."""
+    seq.move(SeqEvent.PREEMPT, state.log)
+    state.blocks.give_back(seq.blocks)
+    seq.computed = 0
+    del state.running[seq.id]
+    state.lanes.add(seq, front=True)
+    state.counters.preempted += 1
+
+
+def _admit(state: State, budget: int, rows: list[Row]) -> int:
+    """Admit waiting sequences in lane order while tokens, places and blocks last."""
+    progress = True
+    while progress and budget > 0 and len(state.running) < state.config.max_running:
+        progress = False
+        for lane, seq in state.lanes.heads():
+            if budget <= 0 or len(state.running) >= state.config.max_running:
+                break
+            if not seq.leased and seq.adapter is not None and not _leasable(state, seq.adapter):
+                _miss(state, lane, seq.adapter)
+                continue
+            if not _fits(state, seq):
+                # Nobody jumps ahead of a sequence that waits for memory: it would starve.
+                return 0
+            _start(state, seq)
+            state.lanes.took_turn(lane)
+            used = _prefill(state, seq, budget, rows)
+            budget -= used
+            progress = True
+    return budget
+
+
+def _leasable(state: State, name: str) -> bool:
+    version = state.names.names[name].current
+    if version is None or version.slot < 0:
+        return False
+    return state.slots[version.slot].state in (SlotState.READY, SlotState.IN_USE)
+
+
+def _miss(state: State, lane: Lane, name: str) -> None:
+    state.lanes.park(lane)
+    adapters.miss(state, name)
+
+
+def _fits(state: State, seq: Sequence) -> bool:
+    need = -(-(len(seq.tokens) + 1) // state.config.block_size)
+    spare = state.config.watermark_blocks if state.running else 0
+    return need + spare <= state.blocks.free or (not state.running and need <= state.blocks.free)
+
+
+def _start(state: State, seq: Sequence) -> None:
+    state.lanes.remove(seq)
+    if not seq.leased:
+        if seq.adapter is None:
+            state.lease_base(seq)
+        else:
+            version = state.names.names[seq.adapter].current
+            assert version is not None
+            state.slots.lease(state.slots[version.slot], seq.id)
+            seq.leased, seq.slot, seq.adapter_id = True, version.slot, version.adapter_id
+    seq.move(SeqEvent.ADMIT, state.log)
+    state.running[seq.id] = seq
+    if not seq.admitted:
+        seq.admitted = True
+        state.counters.prompt_tokens += seq.prompt_len
+        state.out.append(OpenSequence(seq.id))
+
+
+def step_done(state: State, event: StepDone) -> None:
+    step = _take_step(state, event.step)
+    if len(event.rows) != len(step.rows):
+        raise state.log.broken("step", f"{len(event.rows)} results for {len(step.rows)} rows")
+    for index, (row, done) in enumerate(zip(step.rows, event.rows, strict=True)):
+        if done.seq != row.seq:
+            raise state.log.broken("step", f"row {index}: {done.seq} instead of {row.seq}")
+        _row_done(state, step, index, row, done)
+
+
+def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> None:
+    seq = state.seqs[row.seq]
+    seq.in_flight = False
+    if seq.state is SeqState.CLOSING:
+        state.settle(seq)
+        return
+    if done.failure is not None:
+        state.end(seq, "error", done.failure)
+        return
+    seq.computed += len(row.tokens)
+    if not row.sample:
+        seq.move(SeqEvent.CHUNK, state.log)
+        return
+    seq.move(SeqEvent.SAMPLED, state.log)
+    seq.tokens.append(done.token)
+    state.counters.tokens += 1
+    position = len(seq.tokens) - seq.prompt_len - 1
+    state.out.append(Token(seq.id, done.token, position, seq.adapter_id, step.id, index))
+    reason = seq.finish_reason()
+    if reason is not None:
+        state.end(seq, reason)
+
+
+def step_failed(state: State, event: StepFailed) -> None:
+    step = _take_step(state, event.step)
+    for row in step.rows:
+        seq = state.seqs[row.seq]
+        seq.in_flight = False
+        if seq.state is SeqState.CLOSING:
+            state.settle(seq)
+        else:
+            state.end(seq, "error", event.failure)
+    if event.fatal:
+        device_dead(state, event.failure)
+
+
+def device_dead(state: State, failure: Failure) -> None:
+    """The device is gone: everything ends by name, nothing new is accepted."""
+    if state.dead is None:
+        state.dead = failure
+    for seq in list(state.seqs.values()):
+        state.end(seq, "error", failure)
+    adapters.fail_all(state, failure)
+
+
+def _take_step(state: State, ident: int) -> Step:
+    step = state.step
+    if step is None or step.id != ident:
+        raise state.log.broken("step", f"result of step {ident}, which is not in flight")
+    state.step = None
+    return step

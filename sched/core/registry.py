@@ -1,0 +1,142 @@
+"""Names, versions, sources and host images. Owns what is known, not where it lies on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from .events import Failure
+from .identity import adapter_id
+from .jobs import Job
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One content of one name. ``slot`` -1 = not resident; ``image`` -1 = not in the host cache."""
+
+    name: str
+    generation: int
+    adapter_id: int
+    digest: str
+    source: int
+    image: int
+    slot: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Name:
+    """A known name: its current version (``None`` until first staged) and its jobs in order."""
+
+    name: str
+    source: int
+    generation: int
+    current: Version | None = None
+    jobs: deque[Job] = field(default_factory=deque)
+    failed: Failure | None = None
+    failed_until: float = 0.0
+
+    def next_version(self, digest: str, source: int, image: int) -> Version:
+        self.generation += 1
+        ident = adapter_id(self.name, self.generation)
+        return Version(self.name, self.generation, ident, digest, source, image)
+
+
+class Registry:
+    """Known names, reference-counted sources, and the bounded host image cache (LRU by bytes)."""
+
+    def __init__(self, image_bytes: int, max_remembered: int) -> None:
+        self.names: dict[str, Name] = {}
+        self._sources: dict[int, int] = {}
+        self._images: OrderedDict[int, int] = OrderedDict()
+        self._holders: dict[int, int] = {}
+        self._versions: dict[int, set[Version]] = {}
+        self._image_budget = image_bytes
+        self.image_bytes = 0
+        # A name that comes back must not reuse a generation, or caches keyed by adapter_id would
+        # be stale. Remembered per name, bounded: what falls out raises the floor for all.
+        self._last: OrderedDict[str, int] = OrderedDict()
+        self._max_remembered = max_remembered
+        self._floor = 0
+
+    # names ------------------------------------------------------------------------------------
+    def add(self, name: str, source: int) -> Name:
+        generation = max(self._last.pop(name, 0), self._floor)
+        entry = self.names[name] = Name(name, source, generation)
+        self.hold_source(source)
+        return entry
+
+    def forget(self, entry: Name) -> list[int]:
+        """Remove a name; returns sources nobody needs any more."""
+        del self.names[entry.name]
+        if entry.generation:
+            self._last[entry.name] = entry.generation
+            if len(self._last) > self._max_remembered:
+                _, generation = self._last.popitem(last=False)
+                self._floor = max(self._floor, generation)
+        if entry.current is not None:
+            self.unlink(entry.current)
+        return self.release_source(entry.source)
+
+    # sources ----------------------------------------------------------------------------------
+    def hold_source(self, source: int) -> None:
+        self._sources[source] = self._sources.get(source, 0) + 1
+
+    def release_source(self, source: int) -> list[int]:
+        self._sources[source] -= 1
+        if self._sources[source]:
+            return []
+        del self._sources[source]
+        return [source]
+
+    # images -----------------------------------------------------------------------------------
+    def image_staged(self, image: int, nbytes: int) -> None:
+        """A job holds a fresh (or again used) image."""
+        if image not in self._images:
+            self._images[image] = nbytes
+            self.image_bytes += nbytes
+        self._images.move_to_end(image)
+        self._holders[image] = self._holders.get(image, 0) + 1
+
+    def image_released(self, image: int) -> None:
+        self._holders[image] -= 1
+        if not self._holders[image]:
+            del self._holders[image]
+
+    def knows_image(self, image: int) -> bool:
+        return image in self._images
+
+    def link(self, version: Version) -> None:
+        """The version's content is in this image, for as long as the cache keeps it."""
+        self._versions.setdefault(version.image, set()).add(version)
+
+    def unlink(self, version: Version) -> None:
+        users = self._versions.get(version.image)
+        if users is not None:
+            users.discard(version)
+            if not users:
+                del self._versions[version.image]
+        version.image = -1
+
+    def trim(self) -> list[int]:
+        """Images to drop so that the cache fits: least recently used first, never one that a job
+        holds."""
+        dropped: list[int] = []
+        if self.image_bytes <= self._image_budget:
+            return dropped
+        for image in list(self._images):
+            if self.image_bytes <= self._image_budget:
+                break
+            if image in self._holders:
+                continue
+            self.image_bytes -= self._images.pop(image)
+            for version in self._versions.pop(image, set()):
+                version.image = -1
+            dropped.append(image)
+        return dropped
+
+    def drop_all(self) -> list[int]:
+        """Every image nobody holds (closing)."""
+        budget, self._image_budget = self._image_budget, -1
+        dropped = self.trim()
+        self._image_budget = budget
+        return dropped

@@ -1,0 +1,65 @@
+"""Sequences: one request's run. Owns the per-sequence record; transitions go through the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .events import Submit
+from .story import Log
+from .tables import SEQ_TABLE, SeqEvent, SeqState
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens`` = prompt then output; ``computed`` of them are in KV; ``slot`` is the leased slot
+    or -1 (base, or not admitted yet: then ``leased`` is false)."""
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    adapter: str | None
+    max_len: int
+    stop_ids: frozenset[int]
+    min_len: int
+    priority: int
+    deadline: float | None
+    state: SeqState = SeqState.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    leased: bool = False
+    adapter_id: int = 0
+    admitted: bool = False  #: has been on the device at least once
+    in_flight: bool = False
+
+    @classmethod
+    def of(cls, event: Submit, adapter: str | None, max_context: int) -> Sequence:
+        prompt_len = len(event.prompt)
+        return cls(
+            id=event.seq,
+            tokens=list(event.prompt),
+            prompt_len=prompt_len,
+            adapter=adapter,
+            max_len=min(prompt_len + event.max_tokens, max_context),
+            stop_ids=frozenset(event.stop_ids),
+            min_len=prompt_len + event.min_tokens,
+            priority=event.priority,
+            deadline=event.deadline,
+        )
+
+    def move(self, event: SeqEvent, log: Log) -> None:
+        target = SEQ_TABLE.get((self.state, event))
+        subject = f"seq {self.id}"
+        if target is None:
+            raise log.broken(subject, f"{event.value} in state {self.state.value}")
+        if target is not self.state:
+            log.add(subject, f"{self.state.value} -{event.value}-> {target.value}")
+        self.state = target
+
+    def finish_reason(self) -> str | None:
+        """Why the last sampled token ends the sequence, or ``None``."""
+        if len(self.tokens) >= self.min_len and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        if len(self.tokens) >= self.max_len:
+            return "length"
+        return None

@@ -1,0 +1,149 @@
+"""Slots and leases. Owns every slot's state; leases are sets of sequence ids, never counters."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from .registry import Version
+from .story import Log
+from .tables import SLOT_TABLE, SlotEvent, SlotState
+
+
+@dataclass(slots=True)
+class Slot:
+    index: int
+    state: SlotState = SlotState.EMPTY
+    version: Version | None = None
+    leases: set[int] = field(default_factory=set)
+    last_used: int = 0
+    pinned: bool = False
+    #: Job this slot is being drained for, or -1 (superseded and unloaded slots drain for nobody).
+    drained_for: int = -1
+
+
+class SlotTable:
+    """All slots, and the only code that changes one."""
+
+    def __init__(self, count: int, log: Log) -> None:
+        self.slots = [Slot(i) for i in range(count)]
+        self._log = log
+        self._tick = 0
+
+    def __getitem__(self, index: int) -> Slot:
+        return self.slots[index]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def _move(self, slot: Slot, event: SlotEvent) -> None:
+        target = SLOT_TABLE.get((slot.state, event))
+        subject = f"slot {slot.index}"
+        if target is None:
+            raise self._log.broken(subject, f"{event.value} in state {slot.state.value}")
+        if target is not slot.state:
+            self._log.add(subject, f"{slot.state.value} -{event.value}-> {target.value}")
+        slot.state = target
+
+    def _touch(self, slot: Slot) -> None:
+        self._tick += 1
+        slot.last_used = self._tick
+
+    def choose(self, slot: Slot) -> Version | None:
+        """Reserve an EMPTY or READY slot for a commit; returns the version it loses."""
+        self._move(slot, SlotEvent.CHOOSE)
+        evicted, slot.version, slot.pinned = slot.version, None, False
+        if evicted is not None:
+            evicted.slot = -1
+        return evicted
+
+    def committed(self, slot: Slot, version: Version, pin: bool) -> None:
+        self._move(slot, SlotEvent.COMMITTED)
+        slot.version, slot.pinned = version, pin
+        version.slot = slot.index
+        self._touch(slot)
+
+    def commit_failed(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.COMMIT_FAILED)
+
+    def lease(self, slot: Slot, seq: int) -> None:
+        if seq in slot.leases:
+            raise self._log.broken(f"slot {slot.index}", f"seq {seq} leases twice")
+        self._move(slot, SlotEvent.LEASE)
+        slot.leases.add(seq)
+        self._touch(slot)
+
+    def release(self, slot: Slot, seq: int) -> bool:
+        """Give one lease back; true if the slot became EMPTY (its cells must be cleared)."""
+        if seq not in slot.leases:
+            raise self._log.broken(f"slot {slot.index}", f"seq {seq} releases a lease it has not")
+        slot.leases.remove(seq)
+        self._touch(slot)
+        self._move(slot, SlotEvent.RELEASE if slot.leases else SlotEvent.RELEASE_LAST)
+        if slot.state is SlotState.EMPTY:
+            self._forget(slot)
+            return True
+        return False
+
+    def drain(self, slot: Slot, job: int) -> None:
+        self._move(slot, SlotEvent.DRAIN)
+        slot.drained_for = job
+
+    def undrain(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.UNDRAIN)
+        slot.drained_for = -1
+
+    def retire(self, slot: Slot) -> None:
+        self._move(slot, SlotEvent.RETIRE)
+        self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.version is not None:
+            slot.version.slot = -1
+        slot.version, slot.pinned, slot.drained_for = None, False, -1
+
+    def victim(self, own: int = -1, reserved: Set[int] = frozenset()) -> Slot | None:
+        """The slot to overwrite: EMPTY first (lowest index), then slot ``own`` (the version being
+        replaced) if idle, then the least recently used idle slot that is not pinned."""
+        best: Slot | None = None
+        for slot in self.slots:
+            if slot.index in reserved:
+                continue
+            if slot.state is SlotState.EMPTY:
+                return slot
+            if slot.state is SlotState.READY:
+                if slot.index == own:
+                    best = slot
+                elif not slot.pinned and (
+                    best is None or (best.index != own and slot.last_used < best.last_used)
+                ):
+                    best = slot
+        return best
+
+    def drain_victim(self, own: int = -1, reserved: Set[int] = frozenset()) -> Slot | None:
+        """The busy slot to drain when nothing is idle: ``own`` first, then the least recently
+        used unpinned one that is not draining yet."""
+        busy = [s for s in self.slots if s.state is SlotState.IN_USE and s.index not in reserved]
+        for slot in busy:
+            if slot.index == own:
+                return slot
+        free = [s for s in busy if not s.pinned]
+        return min(free, key=lambda s: s.last_used, default=None)
+
+    def can_ever_place(self, own: int = -1) -> bool:
+        """Whether some slot may become a victim without anybody unpinning."""
+        return any(not s.pinned or s.index == own for s in self.slots)
+
+    def check(self, leases: dict[int, set[int]]) -> None:
+        """``leases``: slot index -> sequence ids that say they hold a lease on it."""
+        for slot in self.slots:
+            if slot.leases != leases.get(slot.index, set()):
+                raise self._log.broken(f"slot {slot.index}", "leases and holders disagree")
+            busy = slot.state in (SlotState.IN_USE, SlotState.DRAINING)
+            if bool(slot.leases) != busy:
+                raise self._log.broken(f"slot {slot.index}", "state and leases disagree")
+            holds = busy or slot.state is SlotState.READY
+            if holds != (slot.version is not None):
+                raise self._log.broken(f"slot {slot.index}", "state and version disagree")
+            if slot.version is not None and slot.version.slot != slot.index:
+                raise self._log.broken(f"slot {slot.index}", "version does not point back")

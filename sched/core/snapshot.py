@@ -1,0 +1,115 @@
+"""Frozen snapshots for people, metrics and tests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .state import State
+from .tables import SeqState
+
+
+class SlotStats(msgspec.Struct, frozen=True):
+    """``name`` and ``generation`` of the version the slot holds (``None``, 0 when it has none)."""
+
+    index: int
+    state: str
+    name: str | None
+    generation: int
+    adapter_id: int
+    leases: int
+    pinned: bool
+
+
+class AdapterStats(msgspec.Struct, frozen=True):
+    """``level``: ``device`` (in a slot), ``host`` (image cached) or ``cold``."""
+
+    name: str
+    generation: int
+    level: str
+    slot: int
+    jobs: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counts are of now; totals (``steps`` ... ``stage_failures``) are since the start."""
+
+    slots: tuple[SlotStats, ...]
+    adapters: tuple[AdapterStats, ...]
+    default_adapter: str | None
+    waiting: int
+    prefilling: int
+    decoding: int
+    closing: int
+    jobs: int
+    blocks_free: int
+    blocks_total: int
+    image_bytes: int
+    steps: int
+    tokens: int
+    prompt_tokens: int
+    submitted: int
+    ended: int
+    preempted: int
+    commits: int
+    evicted: int
+    drained: int
+    stages: int
+    stage_failures: int
+
+
+def snapshot(state: State) -> Stats:
+    slots = tuple(
+        SlotStats(
+            s.index,
+            s.state.value,
+            s.version.name if s.version else None,
+            s.version.generation if s.version else 0,
+            s.version.adapter_id if s.version else 0,
+            len(s.leases),
+            s.pinned,
+        )
+        for s in state.slots.slots
+    )
+    adapters = []
+    for name, entry in state.names.names.items():
+        current = entry.current
+        level = "cold"
+        if current is not None and current.slot >= 0:
+            level = "device"
+        elif current is not None and current.image >= 0:
+            level = "host"
+        adapters.append(
+            AdapterStats(
+                name,
+                current.generation if current else 0,
+                level,
+                current.slot if current else -1,
+                len(entry.jobs),
+            )
+        )
+    states = [s.state for s in state.running.values()]
+    c = state.counters
+    return Stats(
+        slots=slots,
+        adapters=tuple(adapters),
+        default_adapter=state.default,
+        waiting=state.lanes.waiting,
+        prefilling=states.count(SeqState.PREFILL),
+        decoding=states.count(SeqState.DECODE),
+        closing=states.count(SeqState.CLOSING),
+        jobs=len(state.jobs),
+        blocks_free=state.blocks.free,
+        blocks_total=state.blocks.total,
+        image_bytes=state.names.image_bytes,
+        steps=c.steps,
+        tokens=c.tokens,
+        prompt_tokens=c.prompt_tokens,
+        submitted=c.submitted,
+        ended=c.ended,
+        preempted=c.preempted,
+        commits=c.commits,
+        evicted=c.evicted,
+        drained=c.drained,
+        stages=c.stages,
+        stage_failures=c.stage_failures,
+    )

@@ -1,0 +1,190 @@
+"""The shared state behind the core's one door, and the small acts every part needs.
+
+Owned by :class:`~.core.Core`; the parts (``requests``, ``adapters``, ``planning``) act on it and on
+nothing else. Effects are appended to :attr:`State.out` in the order they must be carried out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from .blocks import BlockPool
+from .config import CoreConfig
+from .effects import CloseSequence, DropImage, DropSource, Effect, Ended, Reply, Retire, Row
+from .events import Failure
+from .identity import BASE_ID
+from .jobs import Job
+from .lanes import Lanes
+from .registry import Registry
+from .sequences import Sequence
+from .slots import SlotTable
+from .story import Log
+from .tables import SeqEvent, SeqState
+
+
+@dataclass(slots=True)
+class Step:
+    """The step in flight: its rows in order."""
+
+    id: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(slots=True)
+class Unloading:
+    """An unload that waits for its name's slots to empty."""
+
+    command: int
+    name: str
+    deadline: float
+    cancel_late: bool
+    slots: set[int]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; they only grow."""
+
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    submitted: int = 0
+    ended: int = 0
+    preempted: int = 0
+    commits: int = 0
+    evicted: int = 0
+    drained: int = 0
+    stages: int = 0
+    stage_failures: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    config: CoreConfig
+    log: Log
+    slots: SlotTable
+    names: Registry
+    blocks: BlockPool
+    lanes: Lanes = field(default_factory=Lanes)
+    seqs: dict[int, Sequence] = field(default_factory=dict)
+    running: dict[int, Sequence] = field(default_factory=dict)
+    #: Commands not yet answered -> the job that answers them (-1: an unload).
+    commands: dict[int, int] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    placing: dict[int, Job] = field(default_factory=dict)
+    stages: dict[int, Job] = field(default_factory=dict)
+    commits: dict[int, Job] = field(default_factory=dict)
+    unloading: list[Unloading] = field(default_factory=list)
+    default: str | None = None
+    step: Step | None = None
+    closing: bool = False
+    closed: bool = False
+    dead: Failure | None = None
+    now: float = 0.0
+    started: float = 0.0
+    out: list[Effect] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    _deadlines: list[tuple[float, int]] = field(default_factory=list)
+    _ids: int = 0
+
+    def new_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    # sequences --------------------------------------------------------------------------------
+    def watch_deadline(self, seq: Sequence) -> None:
+        if seq.deadline is not None:
+            heapq.heappush(self._deadlines, (seq.deadline, seq.id))
+
+    def next_deadline(self) -> float | None:
+        """Earliest deadline of a sequence that has not ended."""
+        while self._deadlines:
+            when, ident = self._deadlines[0]
+            seq = self.seqs.get(ident)
+            if seq is not None and seq.state is not SeqState.CLOSING:
+                return when
+            heapq.heappop(self._deadlines)
+        return None
+
+    def due(self) -> Sequence:
+        """The sequence :meth:`next_deadline` speaks of, taken off the watch."""
+        return self.seqs[heapq.heappop(self._deadlines)[1]]
+
+    def end(self, seq: Sequence, reason: str, failure: Failure | None = None) -> None:
+        """The one terminal path: the caller hears now; blocks and lease are given back now, or
+        when the step that reads them is over."""
+        if seq.state is SeqState.CLOSING:
+            return
+        self.out.append(Ended(seq.id, reason, seq.adapter_id, failure))
+        self.counters.ended += 1
+        self.log.add(f"seq {seq.id}", f"ended: {reason}{f' {failure.code}' if failure else ''}")
+        if seq.state is SeqState.WAITING:
+            self.lanes.remove(seq)
+        if seq.in_flight:
+            seq.move(SeqEvent.END_IN_FLIGHT, self.log)
+            return
+        seq.move(SeqEvent.END, self.log)
+        self._leave(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """The step a closing sequence was in is over."""
+        seq.move(SeqEvent.SETTLED, self.log)
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.blocks.give_back(seq.blocks)
+        self.give_lease_back(seq)
+        self.running.pop(seq.id, None)
+        del self.seqs[seq.id]
+        if seq.admitted:
+            self.out.append(CloseSequence(seq.id))
+
+    # leases -----------------------------------------------------------------------------------
+    def give_lease_back(self, seq: Sequence) -> None:
+        if not seq.leased:
+            return
+        seq.leased = False
+        index, seq.slot = seq.slot, -1
+        if index < 0:
+            return
+        if self.slots.release(self.slots[index], seq.id):
+            self.slot_emptied(index)
+
+    def slot_emptied(self, index: int) -> None:
+        self.out.append(Retire(index))
+        for unload in self.unloading:
+            unload.slots.discard(index)
+
+    def lease_base(self, seq: Sequence) -> None:
+        seq.leased, seq.slot, seq.adapter_id = True, -1, BASE_ID
+
+    # replies and host memory ------------------------------------------------------------------
+    def reply(self, commands: list[int], reply: Reply) -> None:
+        for command in commands:
+            if self.commands.pop(command, None) is not None:
+                self.out.append(_for(reply, command))
+        commands.clear()
+
+    def refuse(self, command: int, failure: Failure) -> None:
+        self.out.append(Reply(command, "refused", failure=failure))
+
+    def drop_sources(self, sources: list[int]) -> None:
+        self.out.extend(DropSource(s) for s in sources)
+
+    def trim_images(self) -> None:
+        self.out.extend(DropImage(i) for i in self.names.trim())
+
+
+def _for(reply: Reply, command: int) -> Reply:
+    return Reply(
+        command,
+        reply.outcome,
+        reply.name,
+        reply.slot,
+        reply.generation,
+        reply.adapter_id,
+        reply.evicted,
+        reply.image,
+        reply.failure,
+    )

@@ -1,0 +1,181 @@
+"""A tiny world around the core: it carries out effects at once or when told, and checks every law.
+
+The world's device "computes" a token from (adapter_id, position), so that a token of the wrong
+version shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from rota.sched.core import Core, CoreConfig
+from rota.sched.core import effects as fx
+from rota.sched.core import events as ev
+
+
+def token_of(adapter_id: int, position: int) -> int:
+    return (adapter_id * 31 + position * 7) % 50_000 + 10
+
+
+class World:
+    """Owns a core and the in-flight work it asked for. ``content`` maps a source id to a digest."""
+
+    def __init__(self, **config: Any) -> None:
+        base: dict[str, Any] = {"max_loras": 3, "num_blocks": 64, "max_context": 256}
+        base.update(config)
+        self.config = CoreConfig(**base)
+        self.core = Core(self.config)
+        self.now = 0.0
+        self.device: deque[fx.Effect] = deque()
+        self.staging: dict[int, fx.StartStage] = {}
+        self.content: dict[int, str] = {}
+        self.slot_id = [0] * self.config.max_loras
+        self.tokens: dict[int, list[tuple[int, int]]] = {}
+        self.ended: dict[int, fx.Ended] = {}
+        self.replies: dict[int, fx.Reply] = {}
+        self.closed = False
+        self.open: set[int] = set()
+        self.images: dict[int, str] = {}
+        self.dropped_sources: set[int] = set()
+        self.ids = 1000
+
+    def send(self, event: ev.Event) -> list[fx.Effect]:
+        effects = self.core.handle(event, self.now)
+        for effect in effects:
+            self._take(effect)
+        self.core.check()
+        return effects
+
+    def _take(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.RunStep() | fx.Commit() | fx.Retire() | fx.CloseSequence():
+                self.device.append(effect)
+            case fx.OpenSequence(seq):
+                assert seq not in self.open
+                self.open.add(seq)
+            case fx.Token(seq, token, index, ident, _, _):
+                assert seq not in self.ended, "token after the end"
+                got = self.tokens.setdefault(seq, [])
+                assert len(got) == index
+                got.append((ident, token))
+            case fx.Ended(seq):
+                assert seq not in self.ended, "ended twice"
+                self.ended[seq] = effect
+            case fx.StartStage(stage):
+                assert effect.source not in self.dropped_sources
+                self.staging[stage] = effect
+            case fx.Reply(command):
+                assert command not in self.replies, "answered twice"
+                self.replies[command] = effect
+            case fx.DropImage(image):
+                del self.images[image]
+            case fx.DropSource(source):
+                assert source not in self.dropped_sources, "source dropped twice"
+                self.dropped_sources.add(source)
+            case fx.Closed():
+                self.closed = True
+            case fx.CancelStage():
+                pass
+
+    def submit(
+        self, seq: int, adapter: str | None = None, n: int = 4, prompt: int = 5, **kw: Any
+    ) -> None:
+        self.send(
+            ev.Submit(seq, tuple(range(1, prompt + 1)), adapter, kw.pop("default", False), n, **kw)
+        )
+
+    # the device, the workers ------------------------------------------------------------------
+    def run_device(self, *, fail: str | None = None, fatal: bool = False) -> bool:
+        """Do the next piece of device work; false if there is none."""
+        if not self.device:
+            return False
+        job = self.device.popleft()
+        failure = ev.Failure("device", fail or "", "injected")
+        match job:
+            case fx.RunStep(step, rows):
+                if fail:
+                    self.send(ev.StepFailed(step, failure, fatal))
+                    return True
+                done = []
+                for row in rows:
+                    if row.slot >= 0:
+                        assert self.slot_id[row.slot] == row.adapter_id, "wrong weights"
+                    need = -(-(row.start + len(row.tokens)) // self.config.block_size)
+                    assert len(row.blocks) >= need and len(set(row.blocks)) == len(row.blocks)
+                    position = row.start + len(row.tokens)
+                    done.append(
+                        ev.RowDone(
+                            row.seq, token_of(row.adapter_id, position) if row.sample else -1
+                        )
+                    )
+                used = [b for r in rows for b in r.blocks]
+                assert len(used) == len(set(used)), "two sequences share a block"
+                self.send(ev.StepDone(step, tuple(done)))
+            case fx.Commit(commit, slot, image, _, ident):
+                assert image in self.images
+                if fail:
+                    self.slot_id[slot] = -1
+                    self.send(ev.CommitFailed(commit, failure, fatal))
+                    return True
+                self.slot_id[slot] = ident
+                self.send(ev.CommitDone(commit))
+            case fx.Retire(slot):
+                self.slot_id[slot] = 0
+            case fx.CloseSequence(seq):
+                self.open.remove(seq)
+        return True
+
+    def run_stage(self, stage: int | None = None, *, fail: str | None = None) -> bool:
+        if not self.staging:
+            return False
+        ident = next(iter(self.staging)) if stage is None else stage
+        job = self.staging.pop(ident)
+        if fail:
+            failure = ev.Failure("reject", fail, "injected")
+            self.send(ev.StageFailed(ident, failure))
+            return True
+        digest = self.content.get(job.source, f"digest-{job.source}")
+        self.images[ident] = digest
+        self.send(ev.StageDone(ident, ident, digest, 100))
+        return True
+
+    def settle(self, limit: int = 20_000) -> None:
+        """Run everything to rest."""
+        for _ in range(limit):
+            if self.run_stage() or self.run_device():
+                continue
+            self.send(ev.Plan())
+            if self.device or self.staging:
+                continue
+            wake = self.core.next_wake()
+            if wake is None or self.core.idle():
+                return
+            self.now = max(self.now, wake)
+            self.send(ev.Tick())
+        raise AssertionError("the world does not come to rest")
+
+    def command(self, make: Any, *args: Any, **kw: Any) -> int:
+        self.ids += 1
+        self.send(make(self.ids, *args, **kw))
+        return self.ids
+
+    def load(self, name: str, source: int, **kw: Any) -> fx.Reply:
+        ident = self.command(ev.Load, name, source, **kw)
+        self.settle()
+        return self.replies[ident]
+
+    def output(self, seq: int) -> list[int]:
+        return [t for _, t in self.tokens.get(seq, [])]
+
+    def check_right_versions(self, prompt: dict[int, int]) -> None:
+        """Each sequence's tokens all come from one version, position by position."""
+        for seq, got in self.tokens.items():
+            assert len({ident for ident, _ in got}) == 1, "mixed versions in one sequence"
+            for index, (ident, token) in enumerate(got):
+                assert token == token_of(ident, prompt[seq] + index)
+
+
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
