@@ -56,6 +56,7 @@ DEVICE_CODES: Final[Mapping[str, str]] = MappingProxyType(
         "capture-violation": "an operation no stream capture permits; it invalidates the capture",
         "capture-invalidated": "the capture was invalidated by an earlier violation",
         "capture-unjoined": "a stream joined the capture and its origin did not wait for it",
+        "capture-too-large": "more nodes than one graph may hold",
         "not-capturing": "end_capture on a stream that did not begin a capture",
         "leak": "allocations or handles were alive at close",
         "device-closed": "the device is closed",
@@ -111,9 +112,9 @@ class Device(Protocol):
 
     * `synchronize`, `query`, `destroy_stream` or `replay` of a stream in the capture, by any
       thread;
-    * `alloc`, `free`, `pinned_alloc`, `pinned_free`, `synchronize`, `query`, `synchronize_event`,
-      `query_event` in general: by any thread in ``"global"`` mode, by the capturing thread in
-      ``"thread-local"``;
+    * `alloc`, `free`, `pinned_alloc`, `pinned_free`, `load_kernel`, `synchronize`, `query`,
+      `synchronize_event`, `query_event` in general: by any thread in ``"global"`` mode, by the
+      capturing thread in ``"thread-local"``;
     * `wait_event` of a stream in the capture on an event recorded outside it;
     * copies between a stream in the capture and pageable host memory (nothing keeps it alive until
       replay).
@@ -254,9 +255,11 @@ class Device(Protocol):
         ...
 
     def end_capture(self, stream: Stream) -> Graph:
-        """End the capture begun on this stream. The capture is over whatever this raises.
+        """End the capture begun on this stream.
 
-        Codes: not-capturing, capture-invalidated, capture-unjoined.
+        Codes: not-capturing; capture-violation from another thread than began it (the capture is
+        then invalid, and still to be ended); capture-invalidated and capture-unjoined, after which
+        the capture is over.
         """
         ...
 
@@ -296,7 +299,11 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish or drop all work and free everything, exactly once; idempotent. Code: leak."""
+        """Finish all work and free everything, exactly once; idempotent.
+
+        End the threads that use the device first. What was alive is freed and named: a checked
+        device raises ``leak`` (after freeing), a serving one logs a warning.
+        """
         ...
 
 
@@ -324,7 +331,11 @@ def _why_no_cuda() -> str:
     import ctypes
     from importlib.util import find_spec
 
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+    try:
+        installed = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    except (ImportError, ValueError):  # an importer that refuses, or a broken parent package
+        installed = False
+    if not installed:
         return "the package cuda-bindings is not installed (pip install 'rota[cuda]')"
     try:
         ctypes.CDLL("libcuda.so.1")

@@ -15,11 +15,14 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from ..errors import DeviceError
 from .device import CaptureMode, Event, KernelSpec, Stream
 from .host_memory import Block, Heap
+
+MAX_NODES: Final = 1 << 17
+"""Nodes one capture may record."""
 
 
 class Node(Protocol):
@@ -127,6 +130,12 @@ class LaunchNode:
         except DeviceError as error:
             error.add_note(f"in the arguments of kernel {self.spec.name}")
             raise
+        except Exception as error:
+            raise DeviceError(
+                f"the footprint raised {type(error).__name__}: {error}",
+                code="launch-failed",
+                subject=self.spec.name,
+            ) from error
 
     def touches(self, heap: Heap) -> list[Block]:
         """The blocks of its address arguments."""
@@ -179,7 +188,12 @@ class Capture:
         return self.mode == "global" or thread == self.thread
 
     def add(self, stream: Stream, node: Node, heap: Heap) -> None:
-        """Record one node on a member stream."""
+        """Record one node on a member stream. Code: capture-too-large."""
+        if len(self.nodes) >= MAX_NODES:
+            self.broken = self.broken or "too many nodes"
+            raise DeviceError(
+                "too many nodes in one capture", code="capture-too-large", expected=MAX_NODES
+            )
         self.clocks[stream][stream] += 1
         self.nodes.append(node)
         for block in node.touches(heap):

@@ -103,9 +103,12 @@ class Heap:
     Args:
         limit: bytes all live blocks together may take.
         checked: redzones, poison, and ranges that are never reused.
+        quarantine_bytes: freed bytes that stay poisoned (checked only).
     """
 
-    def __init__(self, limit: int, *, checked: bool) -> None:
+    def __init__(
+        self, limit: int, *, checked: bool, quarantine_bytes: int = QUARANTINE_BYTES
+    ) -> None:
         self.limit = limit
         self.checked = checked
         self.used = 0
@@ -118,6 +121,7 @@ class Heap:
         self._table: tuple[list[int], list[Block]] = ([], [])
         self._quarantine: deque[Block] = deque()
         self._quarantined = 0
+        self._quarantine_bytes = quarantine_bytes
         self._recent: OrderedDict[int, Block] = OrderedDict()
 
     def alloc(self, nbytes: int, kind: Kind, label: str) -> int:
@@ -230,10 +234,9 @@ class Heap:
         with self._lock:
             return tuple(block.label for block in self._blocks.values())
 
-    def close(self) -> tuple[tuple[str, ...], DeviceError | None]:
-        """Unmap everything; returns the labels still alive and the first broken redzone."""
+    def close(self) -> DeviceError | None:
+        """Unmap everything; returns the first broken redzone."""
         with self._lock:
-            leaked = tuple(block.label for block in self._blocks.values())
             damage: DeviceError | None = None
             for block in self._blocks.values():
                 damage = damage or self._redzone_damage(block)
@@ -246,13 +249,13 @@ class Heap:
             self._recent.clear()
             self._quarantined = self.used = 0
             self.frees += 1
-        return leaked, damage
+        return damage
 
     def _to_quarantine(self, block: Block) -> None:
         ctypes.memset(block.map_start, FREED_BYTE, len(block.mapping))
         self._quarantine.append(block)
         self._quarantined += len(block.mapping)
-        while self._quarantined > QUARANTINE_BYTES:
+        while self._quarantined > self._quarantine_bytes:
             oldest = self._quarantine.popleft()
             self._quarantined -= len(oldest.mapping)
             oldest.mapping.madvise(mmap.MADV_DONTNEED)  # pages go back, the range stays ours

@@ -22,6 +22,9 @@ from .host_memory import Heap
 QUERIES_BEFORE_DONE: Final = 2
 """Queries that find pending work unfinished before it is run: shows code that never waits."""
 
+PENDING_LIMIT: Final = 4096
+"""Pieces of work one stream may hold."""
+
 
 @dataclass(slots=True, eq=False)
 class Lane:
@@ -32,11 +35,6 @@ class Lane:
     queued: int = 0
     done: int = 0
     queries: int = 0
-
-    def push(self, item: Node | Wait) -> None:
-        """Queue one piece of work."""
-        self.queue.append(item)
-        self.queued += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,16 @@ class EventState:
     def passed(self) -> bool:
         """True if the place has been passed, or was never set."""
         return self.lane is None or self.lane.done >= self.place
+
+
+def enqueue(lane: Lane, item: Node | Wait, heap: Heap) -> None:
+    """Queue one piece of work; a full queue runs its oldest first, as a driver's does."""
+    if len(lane.queue) >= PENDING_LIMIT:
+        drain(lane, lane.done + 1, heap)
+    if not lane.queue:
+        lane.queries = 0
+    lane.queue.append(item)
+    lane.queued += 1
 
 
 def drain(lane: Lane, place: int, heap: Heap) -> None:
