@@ -65,8 +65,8 @@ def miss(state: State, name: str) -> None:
 def _start(state: State, entry: Name, job: Job) -> None:
     """Take up the first job of a name: from the host cache if it can be, else stage."""
     current = entry.current
-    if job.kind in (JobKind.PROMOTE, JobKind.MISS) and current is not None and current.slot >= 0:
-        if state.slots[current.slot].state is not SlotState.DRAINING:
+    if job.kind in (JobKind.PROMOTE, JobKind.MISS) and current is not None:
+        if _serves(state, current):
             _finish(state, entry, job, JobEvent.FINISH, "resident")
             return
     reuse = job.kind not in (JobKind.REPLACE, JobKind.SWAP, JobKind.LOAD)
@@ -86,6 +86,7 @@ def stage_done(state: State, event: StageDone) -> None:
     job = state.stages.pop(event.stage)
     state.names.image_staged(event.image, event.nbytes)
     job.image, job.digest = event.image, event.digest
+    state.trim_images()
     if job.abandoned:
         _drop(state, job, JobEvent.FAIL)
         return
@@ -111,18 +112,17 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
             _relink(state, current, job.image)
         _finish(state, entry, job, JobEvent.FINISH, "prefetched")
         return
-    resident = current is not None and current.slot >= 0 and current.digest == job.digest
-    if resident and job.kind in (JobKind.REPLACE, JobKind.PROMOTE, JobKind.MISS):
-        assert current is not None
-        if state.slots[current.slot].state is not SlotState.DRAINING:
-            _relink(state, current, job.image)
-            _finish(state, entry, job, JobEvent.FINISH, "unchanged")
-            return
-    if not state.slots.can_ever_place(_own(entry, job)) and job.target < 0:
-        fail(state, job, _pool_full(state))
+    if current is not None and _serves(state, current) and not _is_fresh(entry, job):
+        _relink(state, current, job.image)
+        _finish(state, entry, job, JobEvent.FINISH, "unchanged")
         return
     job.since = state.now
     state.placing[job.id] = job
+
+
+def _serves(state: State, version: Version) -> bool:
+    """Whether new sequences may lease this version now."""
+    return version.slot >= 0 and state.slots[version.slot].state is not SlotState.DRAINING
 
 
 def _pool_full(state: State) -> Failure:
@@ -146,6 +146,15 @@ def place_all(state: State) -> None:
     """Give slots to the jobs that wait for one, in the order they began to wait."""
     for job in list(state.placing.values()):
         entry = state.names.names[job.name]
+        current = entry.current
+        if current is not None and _serves(state, current) and not _is_fresh(entry, job):
+            # The slot it drained from serves again: the wait is over without a commit.
+            _relink(state, current, job.image)
+            _finish(state, entry, job, JobEvent.FINISH, "resident")
+            continue
+        if job.target < 0 and not state.slots.can_ever_place(_own(entry, job)):
+            fail(state, job, _pool_full(state))
+            continue
         slot = _slot_for(state, entry, job)
         if slot is not None:
             _commit(state, entry, job, slot)

@@ -33,7 +33,7 @@ from .slots import SlotTable
 from .snapshot import Stats, snapshot
 from .state import State
 from .story import Log
-from .tables import SeqState
+from .tables import SeqState, SlotState
 
 
 class Core:
@@ -160,6 +160,13 @@ class Core:
         jobs = {j.id for e in state.names.names.values() for j in e.jobs}
         if jobs - set(state.jobs):
             raise InternalError("a name waits for a job that is gone", subject="jobs")
+        state.names.check(list(state.jobs.values()))
+        for slot in state.slots.slots:
+            if slot.version is None or slot.state is SlotState.DRAINING:
+                continue
+            entry = state.names.names.get(slot.version.name)
+            if entry is None or entry.current is not slot.version:
+                raise state.log.broken(f"slot {slot.index}", "an old version may be leased")
         for command, job in state.commands.items():
             if job >= 0 and command not in state.jobs[job].commands:
                 raise InternalError("a command waits for no job", subject=f"command {command}")

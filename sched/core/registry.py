@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from ...errors import InternalError
 from .events import Failure
 from .identity import adapter_id
 from .jobs import Job
@@ -134,9 +135,20 @@ class Registry:
             dropped.append(image)
         return dropped
 
-    def drop_all(self) -> list[int]:
-        """Every image nobody holds (closing)."""
-        budget, self._image_budget = self._image_budget, -1
-        dropped = self.trim()
-        self._image_budget = budget
-        return dropped
+    def check(self, jobs: list[Job]) -> None:
+        """Holds equal holders: images by jobs, sources by names and jobs, bytes by images."""
+        images: dict[int, int] = {}
+        sources: dict[int, int] = {}
+        for job in jobs:
+            sources[job.source] = sources.get(job.source, 0) + 1
+            if job.image >= 0:
+                images[job.image] = images.get(job.image, 0) + 1
+        for entry in self.names.values():
+            sources[entry.source] = sources.get(entry.source, 0) + 1
+        if images != self._holders or sources != self._sources:
+            raise InternalError("holds and holders disagree", subject="registry")
+        if self.image_bytes != sum(self._images.values()):
+            raise InternalError("image bytes and images disagree", subject="registry")
+        over = self.image_bytes > self._image_budget
+        if over and any(i not in self._holders for i in self._images):
+            raise InternalError("the image cache is over its budget", subject="registry")

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from rota.sched.core import events as ev
 
 _spec = importlib.util.spec_from_file_location(
@@ -38,6 +39,9 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
     prompts: dict[int, int] = {}
     seq = 0
     source = 0
+    for name in names[:4]:
+        source += 1
+        world.command(ev.Register, name, source)
     for _ in range(steps):
         action = rng.randrange(18)
         world.now += rng.choice([0.0, 0.0, 0.01, 0.3])
@@ -102,6 +106,7 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
         if not world.core._state.closing:
             world.command(ev.Pin, name, False)
     world.settle()
+    assert world.core.idle(), "somebody waits and nothing will ever wake it"
     world.send(ev.Close())
     world.settle()
     assert world.closed
