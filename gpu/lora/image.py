@@ -1,0 +1,49 @@
+"""A slot image: one adapter packed for one layout, in host memory.
+
+What it owns: nothing but the buffer it holds. Invariants: the buffer has exactly
+``layout.slot_bytes`` bytes; every byte that is not a value of the adapter is zero (overlay ids that
+are unused are -1); ``scales[p]`` is 0 where ``present[p]`` is False. Equal adapters give equal
+images to the last bit, whichever way the bytes came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotImage:
+    """What `gpu.lora.stage.stage` makes and `gpu.lora.pool.LoraPool.commit` copies.
+
+    Attributes:
+        buffer: uint8 ``[slot_bytes]``, contiguous.
+        present: per pair index, True where the adapter has the pair.
+        scales: float32 ``[n_pairs]``, alpha / r or alpha / sqrt(r); 0 where absent.
+        ranks: true rank of each pair, 0 where absent.
+        digest: SHA-256 (hex) of the config bytes followed by the tensor bytes.
+        fingerprint: of the layout it was packed for.
+        embed_rows: used rows of the embedding overlay.
+        head_rows: used rows of the lm_head overlay.
+    """
+
+    buffer: npt.NDArray[np.uint8]
+    present: tuple[bool, ...]
+    scales: npt.NDArray[np.float32]
+    ranks: tuple[int, ...]
+    digest: str
+    fingerprint: str
+    embed_rows: int = 0
+    head_rows: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer (= the layout's ``slot_bytes``)."""
+        return int(self.buffer.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Host address of the buffer's first byte; valid while this image is alive."""
+        return int(self.buffer.ctypes.data)

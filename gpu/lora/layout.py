@@ -1,0 +1,192 @@
+"""Where everything lies inside one slot.
+
+What it owns: offsets, sizes and the fingerprint of a slot. Disk, network and peers that pack in
+advance all pack by it, so equal fingerprints mean equal bytes.
+
+Invariants: for layer ascending, for module in walk order where the dims apply: region A ``[R, in]``
+row-major, then region B ``[out, R]`` row-major, R = max_rank rounded up to 8, so that every
+row of A and B starts on a 16-byte boundary. After the pairs, an optional overlay region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ModelError
+from .dims import LoraModule, ModelDims
+
+ROUND_ELEMENTS = 8
+"""Ranks and strides are multiples of this many elements (one 16-byte load of BF16)."""
+MAX_RANK_LIMIT = 4096
+OVERLAY_ALIGN = 16
+MAX_OVERLAY_ROWS = 1 << 20
+
+
+class Elem(Enum):
+    """Element type of a slot: the engine's own dtype."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+
+    @property
+    def size(self) -> int:
+        """Bytes of one element."""
+        return 2 if self is Elem.BF16 else 4
+
+    @property
+    def numpy(self) -> np.dtype[np.uint16] | np.dtype[np.float32]:
+        """How numpy holds it: BF16 as its bit pattern in uint16, F32 as float32."""
+        return np.dtype(np.uint16) if self is Elem.BF16 else np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One (layer, module) place. ``a_off``, ``b_off``: bytes from the slot's start.
+
+    ``k_in`` is the columns of A, ``n_out`` the rows of B; A is ``[R, k_in]``, B is ``[n_out, R]``.
+    """
+
+    layer: int
+    module: LoraModule
+    a_off: int
+    b_off: int
+    k_in: int
+    n_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayOffsets:
+    """Bytes from the slot's start of the four overlay arrays (each 16-byte aligned).
+
+    ``embed_ids``, ``head_ids``: int32 ``[overlay_rows]``, -1 where unused. ``embed_rows``,
+    ``head_rows``: ``[overlay_rows, hidden]`` elements, zero where unused.
+    """
+
+    embed_ids: int
+    embed_rows: int
+    head_ids: int
+    head_rows: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is >= ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The layout of every slot of one pool.
+
+    Attributes:
+        dims: the base model's dimensions.
+        max_rank: largest rank an adapter may have, 1..4096.
+        elem: element type.
+        overlay_rows: token rows an adapter may replace, per matrix (0 = no overlay region).
+
+    Raises:
+        ModelError: bad-layout, for a rank or row count outside its range.
+    """
+
+    dims: ModelDims
+    max_rank: int
+    elem: Elem = Elem.BF16
+    overlay_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_rank", 1, MAX_RANK_LIMIT),
+            ("overlay_rows", 0, min(MAX_OVERLAY_ROWS, self.dims.vocab)),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ModelError(
+                    "a slot layout parameter is out of range",
+                    code="bad-layout",
+                    subject=name,
+                    expected=f"an integer in {low}..{high}",
+                    found=repr(value),
+                )
+
+    @cached_property
+    def stride(self) -> int:
+        """R: rows of A and columns of B, in elements (max_rank rounded up to 8)."""
+        return round_up(self.max_rank, ROUND_ELEMENTS)
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Every place in walk order; the index of a pair here is *the* pair index."""
+        pairs, offset, size = [], 0, self.elem.size
+        for layer in range(self.dims.num_layers):
+            for module in LoraModule:
+                if not self.dims.applies_to_layer(layer, module):
+                    continue
+                n_out, k_in = self.dims.shape(module)
+                b_off = offset + self.stride * k_in * size
+                pairs.append(Pair(layer, module, offset, b_off, k_in, n_out))
+                offset = b_off + n_out * self.stride * size
+        return tuple(pairs)
+
+    @cached_property
+    def pair_index(self) -> dict[tuple[int, LoraModule], int]:
+        """(layer, module) -> pair index. Read only."""
+        return {(p.layer, p.module): index for index, p in enumerate(self.pairs)}
+
+    @cached_property
+    def pairs_bytes(self) -> int:
+        """Bytes of all A and B regions: the sum of (R*in + out*R) * element size."""
+        last = self.pairs[-1]
+        return last.b_off + last.n_out * self.stride * self.elem.size
+
+    @cached_property
+    def overlay(self) -> OverlayOffsets | None:
+        """Where the overlay arrays lie, or ``None`` when ``overlay_rows`` is 0."""
+        if self.overlay_rows == 0:
+            return None
+        ids = round_up(4 * self.overlay_rows, OVERLAY_ALIGN)
+        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, OVERLAY_ALIGN)
+        start = round_up(self.pairs_bytes, OVERLAY_ALIGN)
+        return OverlayOffsets(start, start + ids, start + ids + rows, start + 2 * ids + rows)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, a multiple of 16."""
+        if self.overlay is None:
+            return self.pairs_bytes
+        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, OVERLAY_ALIGN)
+        return self.overlay.head_rows + rows
+
+    def pair_views(
+        self, slot: npt.NDArray[np.uint8], pair: int
+    ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+        """A ``[R, in]`` and B ``[out, R]`` of pair ``pair`` as numpy views of a slot's bytes.
+
+        ``slot`` is uint8 ``[slot_bytes]``; the views have `Elem.numpy`'s dtype.
+        """
+        place, dtype, stride = self.pairs[pair], self.elem.numpy, self.stride
+        a_end = place.a_off + stride * place.k_in * dtype.itemsize
+        b_end = place.b_off + stride * place.n_out * dtype.itemsize
+        a = slot[place.a_off : a_end].view(dtype).reshape(stride, place.k_in)
+        b = slot[place.b_off : b_end].view(dtype).reshape(place.n_out, stride)
+        return a, b
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of everything the bytes of a slot depend on."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        parts = [f"rota-slot-1 {self.elem.value} R={self.stride} hidden={self.dims.hidden}"]
+        parts += [
+            f"{p.layer}.{p.module.leaf} a={p.a_off} b={p.b_off} in={p.k_in} out={p.n_out}"
+            for p in self.pairs
+        ]
+        parts.append(f"overlay={self.overlay_rows} {self.overlay} bytes={self.slot_bytes}")
+        # max_rank itself: two layouts with one stride still refuse different adapters.
+        parts.append(f"max_rank={self.max_rank}")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
