@@ -1,0 +1,76 @@
+"""Where adapters come from: a directory, or bytes already in memory.
+
+What it owns: the `AdapterSource` protocol and the two local sources (a network peer implements the
+same protocol). Invariant: the same files give the same bytes, hence the same digest and image,
+whichever source carried them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from . import safefile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawAdapter:
+    """The bytes of one adapter: ``config`` is JSON, ``shards`` are whole safetensors files.
+
+    Each shard is uint8 ``[file size]``; there is one unless the adapter is sharded (then in the
+    order of their file names).
+    """
+
+    config: bytes
+    shards: tuple[npt.NDArray[np.uint8], ...]
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the config bytes followed by the bytes of every shard."""
+        state = hashlib.sha256(self.config)
+        for shard in self.shards:
+            state.update(memoryview(shard))
+        return state.hexdigest()
+
+
+class AdapterSource(Protocol):
+    """Anything that can produce the bytes of one adapter."""
+
+    def read(self, limits: safefile.FileLimits) -> RawAdapter:
+        """All bytes, read once. May block (called on a staging worker).
+
+        Raises:
+            RejectError: the adapter's own fault (too large, pickle, escapes its directory).
+            StagingError: I/O (code ``adapter-unreadable``).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorySource:
+    """A PEFT adapter directory on disk."""
+
+    path: str | Path
+
+    def read(self, limits: safefile.FileLimits) -> RawAdapter:
+        """See `AdapterSource.read`."""
+        config, shards = safefile.read_directory(Path(self.path), limits)
+        return RawAdapter(config, shards)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BytesSource:
+    """safetensors bytes and config bytes already in memory; they are not copied."""
+
+    tensors: bytes | bytearray | memoryview
+    config: bytes
+
+    def read(self, limits: safefile.FileLimits) -> RawAdapter:
+        """See `AdapterSource.read`."""
+        data = np.frombuffer(self.tensors, np.uint8)
+        safefile.check_sizes(len(self.config), data.nbytes, limits)
+        return RawAdapter(self.config, (data,))
