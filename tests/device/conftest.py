@@ -1,0 +1,152 @@
+"""The device suite runs over every backend in `BACKENDS`; a new backend is one more entry.
+
+Tests reach memory only through the protocol (pinned buffers and copies), so that they hold for a
+device whose addresses the CPU cannot follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from rota.errors import DeviceError
+from rota.gpu.device import DEVICE_CODES, Device, KernelSpec, Stream
+from rota.gpu.host import HostDevice
+
+CUDA_ADD = """
+extern "C" __global__ void add_bytes(unsigned char* p, int n, int value) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) p[i] = (unsigned char)(p[i] + value);
+}
+"""
+
+
+def add_bytes(addr: int, n: int, value: int) -> None:
+    """Host form of ``add_bytes``."""
+    view = (ctypes.c_ubyte * n).from_address(addr)
+    for i in range(n):
+        view[i] = (view[i] + value) & 0xFF
+
+
+ADD_BYTES = KernelSpec(
+    "add_bytes",
+    "pii",
+    host=add_bytes,
+    cuda_source=CUDA_ADD,
+    footprint=lambda args: [(int(args[0]), int(args[1]), "w")],
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation under test. ``checked``: it defers work, poisons, and raises on leaks."""
+
+    name: str
+    make: Callable[..., Device]
+    checked: bool
+
+
+BACKENDS = (
+    Backend("host-checked", lambda **kw: HostDevice(checked=True, **kw), True),
+    Backend("host-serving", lambda **kw: HostDevice(checked=False, **kw), False),
+)
+
+
+class Rig:
+    """A device with one stream, and ways to look at its memory."""
+
+    def __init__(self, device: Device, checked: bool) -> None:
+        self.device = device
+        self.checked = checked
+        self.stream = device.create_stream(label="main")
+        self.add = device.load_kernel(ADD_BYTES)
+
+    def write(self, addr: int, data: bytes, stream: Stream | None = None) -> None:
+        """Queue a pageable copy to the device."""
+        held = ctypes.create_string_buffer(data, len(data))
+        on = self.stream if stream is None else stream
+        self.device.copy_h2d(addr, ctypes.addressof(held), len(data), on)
+
+    def read(self, addr: int, n: int, stream: Stream | None = None) -> bytes:
+        """Read device memory after the stream's work (a pageable copy is complete at return)."""
+        held = ctypes.create_string_buffer(n)
+        on = self.stream if stream is None else stream
+        self.device.copy_d2h(ctypes.addressof(held), addr, n, on)
+        return held.raw
+
+    def launch_add(self, addr: int, n: int, value: int, stream: Stream | None = None) -> None:
+        """Queue ``p[i] += value`` over ``n`` bytes."""
+        on = self.stream if stream is None else stream
+        self.device.launch(self.add, (-(-n // 128), 1, 1), (128, 1, 1), (addr, n, value), on)
+
+    @contextmanager
+    def refuses(self, code: str, subject: str | None = None) -> Iterator[None]:
+        """The block must raise `DeviceError` with this code, about this subject."""
+        assert code in DEVICE_CODES
+        with pytest.raises(DeviceError) as caught:
+            yield
+        assert caught.value.code == code, caught.value
+        if subject is not None:
+            assert caught.value.subject == subject
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend in turn."""
+    chosen = request.param
+    assert isinstance(chosen, Backend)
+    return chosen
+
+
+@pytest.fixture
+def make_device(backend: Backend) -> Iterator[Callable[..., Device]]:
+    """Open devices of the backend; whatever a test leaves in them is freed afterwards."""
+    opened: list[Device] = []
+
+    def make(**keywords: object) -> Device:
+        device = backend.make(**keywords)
+        opened.append(device)
+        return device
+
+    yield make
+    for device in opened:
+        try:
+            device.close()
+        except DeviceError as error:
+            if error.code != "leak":  # leaks have their own tests; here they are only tidied up
+                raise
+
+
+@pytest.fixture
+def rig(backend: Backend, make_device: Callable[..., Device]) -> Rig:
+    """A rig on each backend."""
+    return Rig(make_device(), backend.checked)
+
+
+@pytest.fixture
+def make_checked_rig() -> Iterator[Callable[..., Rig]]:
+    """Open checked host rigs with the keywords of a test's choice."""
+    opened: list[Device] = []
+
+    def make(**keywords: int | bool) -> Rig:
+        device = HostDevice(checked=True, **keywords)  # type: ignore[arg-type]
+        opened.append(device)
+        return Rig(device, True)
+
+    yield make
+    for device in opened:
+        try:
+            device.close()
+        except DeviceError as error:
+            if error.code not in ("leak", "redzone-broken"):
+                raise
+
+
+@pytest.fixture
+def checked_rig(make_checked_rig: Callable[..., Rig]) -> Rig:
+    """A checked host rig."""
+    return make_checked_rig()
