@@ -9,6 +9,8 @@ What it owns: the operations; what they work on is in `host_base` (tables, rules
   checked through their address arguments and footprint; freed memory is poisoned and never reused;
   redzones; leaks raise.
 
+Serving memory is unmapped by `free` and `close`: a tensor view on it is dead from then on.
+
 Invariants: capture rules are the same in both modes; after `close` every table is empty. One lock
 guards the tables; serving copies and kernels run outside it.
 """

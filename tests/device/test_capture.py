@@ -127,6 +127,17 @@ def test_a_graph_that_touches_freed_memory_fails_at_replay_with_the_label(rig, k
     assert rig.read(a, 8) == bytes(8)  # nothing of the graph ran
 
 
+def test_a_graph_that_ran_before_the_free_fails_after_it(rig):
+    a = rig.device.alloc(8, label="a")
+    rig.device.memset(a, 0, 8, rig.stream)
+    graph_exec = rig.device.instantiate(captured_add(rig, a))
+    rig.device.replay(graph_exec, rig.stream)
+    assert rig.read(a, 8) == bytes([1] * 8)
+    rig.device.free(a)
+    with rig.refuses("use-after-free", "a"):
+        rig.device.replay(graph_exec, rig.stream)
+
+
 def test_a_free_elsewhere_does_not_hurt_a_graph(rig):
     a, b = rig.device.alloc(8, label="a"), rig.device.alloc(8, label="b")
     rig.device.memset(a, 0, 8, rig.stream)

@@ -143,6 +143,18 @@ def test_queries_find_work_unfinished_first(checked_rig):
             assert found == [False] * QUERIES_BEFORE_DONE + [True, True]
 
 
+def test_queries_of_work_that_is_done_do_not_count_for_later_work(checked_rig):
+    d, s = checked_rig.device, checked_rig.stream
+    a = d.alloc(4, label="a")
+    event = d.create_event()
+    for query in (lambda: d.query(s), lambda: d.query_event(event)):
+        for _ in range(2):
+            d.memset(a, 1, 4, s)
+            d.record_event(event, s)
+            assert [query() for _ in range(QUERIES_BEFORE_DONE)] == [False] * QUERIES_BEFORE_DONE
+            d.synchronize(s)
+
+
 def test_a_stream_holds_a_bounded_amount_of_work(checked_rig):
     d, s = checked_rig.device, checked_rig.stream
     a = d.alloc(1, label="a")

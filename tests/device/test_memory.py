@@ -111,6 +111,8 @@ def test_double_free_and_bad_free(rig):
         rig.device.free(a)
     with rig.refuses("double-free", "host"):
         rig.device.pinned_free(host)
+    with rig.refuses("bad-address"):
+        rig.device.pinned_free(a)  # it never was pinned memory
     assert rig.device.live_labels() == ("main",)
 
 
