@@ -175,7 +175,7 @@ def _slot_for(state: State, entry: Name, job: Job) -> Slot | None:
         return None
     own = _own(entry, job)
     reserved = {j.target for j in state.placing.values() if j.target >= 0}
-    idle = slots.victim(own, reserved)
+    idle = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
     if idle is not None:
         return idle
     if any(s.drained_for == job.id for s in slots.slots):
@@ -185,6 +185,16 @@ def _slot_for(state: State, entry: Name, job: Job) -> Slot | None:
         if busy is not None:
             _drain(state, busy, job)
     return None
+
+
+def _kept(state: State, job: Job, slot: Slot) -> bool:
+    """Whether an idle slot is not yet a victim for ``job``: the planner has had no turn since it
+    was filled, or sequences wait for it and the job has not waited out its time."""
+    if not slot.offered:
+        return True
+    if slot.version is None or not state.lanes.wants(slot.version.name):
+        return False
+    return state.now < max(job.since, slot.since) + state.config.drain_after_s
 
 
 def _drain(state: State, slot: Slot, job: Job) -> None:
@@ -387,5 +397,8 @@ def fail_all(state: State, failure: Failure) -> None:
 
 def next_drain(state: State) -> float | None:
     """When the next waiting job may drain a victim (past that, only an event can help it)."""
-    times = [j.since + state.config.drain_after_s for j in state.placing.values()]
+    after = state.config.drain_after_s
+    times = [j.since + after for j in state.placing.values()]
+    if times:
+        times += [s.since + after for s in state.slots.slots if s.state is SlotState.READY]
     return min((t for t in times if t > state.now), default=None)

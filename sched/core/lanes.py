@@ -41,7 +41,12 @@ class Lanes:
         self._lanes: dict[Key, Lane] = {}
         self._ready: dict[int, OrderedDict[Key, Lane]] = {}
         self._parked: dict[str, dict[Key, Lane]] = {}
+        self._wanted: dict[str, int] = {}
         self.waiting = 0
+
+    def wants(self, name: str) -> bool:
+        """Whether a sequence without a lease waits for this adapter."""
+        return name in self._wanted
 
     def add(self, seq: Sequence, *, front: bool = False) -> None:
         key = (seq.priority, seq.adapter)
@@ -56,11 +61,17 @@ class Lanes:
             self._move_to_ready(lane)
         (lane.front if front else lane.items)[seq.id] = seq
         self.waiting += 1
+        if not front and seq.adapter is not None:
+            self._wanted[seq.adapter] = self._wanted.get(seq.adapter, 0) + 1
 
     def remove(self, seq: Sequence) -> None:
         lane = self._lanes[(seq.priority, seq.adapter)]
         if lane.front.pop(seq.id, None) is None:
             del lane.items[seq.id]
+            if seq.adapter is not None:
+                self._wanted[seq.adapter] -= 1
+                if not self._wanted[seq.adapter]:
+                    del self._wanted[seq.adapter]
         self.waiting -= 1
         if not lane:
             self._drop(lane)

@@ -30,7 +30,8 @@ def plan(state: State) -> None:
         if budget <= 0:
             break
         budget -= _prefill(state, seq, budget, rows)
-    budget = _admit(state, budget, rows)
+    _admit(state, budget, rows)
+    state.slots.offer()
     if not rows:
         return
     step = Step(state.new_id(), tuple(rows))
@@ -95,7 +96,7 @@ def _preempt(state: State, seq: Sequence) -> None:
     state.counters.preempted += 1
 
 
-def _admit(state: State, budget: int, rows: list[Row]) -> int:
+def _admit(state: State, budget: int, rows: list[Row]) -> None:
     """Admit waiting sequences in lane order while tokens, places and blocks last."""
     progress = True
     while progress and budget > 0 and len(state.running) < state.config.max_running:
@@ -108,13 +109,12 @@ def _admit(state: State, budget: int, rows: list[Row]) -> int:
                 continue
             if not _fits(state, seq):
                 # Nobody jumps ahead of a sequence that waits for memory: it would starve.
-                return 0
+                return
             _start(state, seq)
             state.lanes.took_turn(lane)
             used = _prefill(state, seq, budget, rows)
             budget -= used
             progress = True
-    return budget
 
 
 def _leasable(state: State, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from .registry import Version
@@ -18,6 +18,10 @@ class Slot:
     leases: set[int] = field(default_factory=set)
     last_used: int = 0
     pinned: bool = False
+    #: When it was committed, and whether the planner has had a turn since: what was brought in for
+    #: a waiting sequence must not be thrown out before the sequence could take its lease.
+    since: float = 0.0
+    offered: bool = False
     #: Job this slot is being drained for, or -1 (superseded and unloaded slots drain for nobody).
     drained_for: int = -1
 
@@ -59,6 +63,7 @@ class SlotTable:
 
     def committed(self, slot: Slot, version: Version, pin: bool) -> None:
         self._move(slot, SlotEvent.COMMITTED)
+        slot.since, slot.offered = self._log.now, False
         slot.version, slot.pinned = version, pin
         version.slot = slot.index
         self._touch(slot)
@@ -102,9 +107,17 @@ class SlotTable:
             slot.version.slot = -1
         slot.version, slot.pinned, slot.drained_for = None, False, -1
 
-    def victim(self, own: int = -1, reserved: Set[int] = frozenset()) -> Slot | None:
+    def offer(self) -> None:
+        """The planner has had a turn."""
+        for slot in self.slots:
+            slot.offered = True
+
+    def victim(
+        self, own: int, reserved: Set[int], keep: Callable[[Slot], bool]
+    ) -> Slot | None:
         """The slot to overwrite: EMPTY first (lowest index), then slot ``own`` (the version being
-        replaced) if idle, then the least recently used idle slot that is not pinned."""
+        replaced) if idle, then the least recently used idle slot that is neither pinned nor to be
+        kept."""
         best: Slot | None = None
         for slot in self.slots:
             if slot.index in reserved:
@@ -114,7 +127,7 @@ class SlotTable:
             if slot.state is SlotState.READY:
                 if slot.index == own:
                     best = slot
-                elif not slot.pinned and (
+                elif not (slot.pinned or keep(slot)) and (
                     best is None or (best.index != own and slot.last_used < best.last_used)
                 ):
                     best = slot

@@ -1,1 +1,78 @@
-"""rota: serve one base LLM with many LoRA adapters, and change adapters while it serves."""
+"""rota: serve one base LLM with many LoRA adapters, and change adapters while it serves.
+
+The names below load on first use, so that ``import rota`` is cheap and needs neither a GPU nor
+torch at import time.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        CapacityError,
+        CommandError,
+        DeviceError,
+        EngineClosedError,
+        InternalError,
+        ModelError,
+        RejectError,
+        RequestError,
+        RotaError,
+        StagingError,
+    )
+    from .gpu.model.sampling import SamplingParams
+    from .sched.engine import DEFAULT, AdapterReply, Engine
+    from .sched.streams import GenerationEvent
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "AdapterReply": ".sched.engine",
+    "DEFAULT": ".sched.engine",
+    "Engine": ".sched.engine",
+    "GenerationEvent": ".sched.streams",
+    "SamplingParams": ".gpu.model.sampling",
+    "CapacityError": ".errors",
+    "CommandError": ".errors",
+    "DeviceError": ".errors",
+    "EngineClosedError": ".errors",
+    "InternalError": ".errors",
+    "ModelError": ".errors",
+    "RejectError": ".errors",
+    "RequestError": ".errors",
+    "RotaError": ".errors",
+    "StagingError": ".errors",
+}
+
+__all__ = [
+    "DEFAULT",
+    "AdapterReply",
+    "CapacityError",
+    "CommandError",
+    "DeviceError",
+    "Engine",
+    "EngineClosedError",
+    "GenerationEvent",
+    "InternalError",
+    "ModelError",
+    "RejectError",
+    "RequestError",
+    "RotaError",
+    "SamplingParams",
+    "StagingError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rota' has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,37 @@
+"""Every option of an engine, with its unit and default. Unknown options are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
+    ``overlay_rows``: embedding and head rows a slot may override. ``kv_bytes``: KV memory, or
+    ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
+    ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
+    ``seed``: of the draws of requests that bring no seed (``None``: from the system)."""
+
+    max_loras: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 8
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    overlay_rows: _Count = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    kv_bytes: _Positive | None = None
+    max_running: _Positive = 64
+    max_waiting: _Positive = 4096
+    max_step_tokens: _Positive = 512
+    mixed_step_tokens: _Positive = 128
+    drain_after_s: _Seconds = 0.5
+    image_cache_bytes: _Count = 1 << 30
+    stage_workers: _Positive = 2
+    pin_adapters: bool = True
+    close_timeout_s: _Seconds = 30.0
+    use_numba: bool = True
+    seed: int | None = None

@@ -1,0 +1,58 @@
+"""Errors to data and back: the core and the wire carry :class:`Failure`, callers get exceptions."""
+
+from __future__ import annotations
+
+from ..errors import (
+    CapacityError,
+    CommandError,
+    DeviceError,
+    EngineClosedError,
+    InternalError,
+    ModelError,
+    RejectError,
+    RequestError,
+    RotaError,
+    StagingError,
+)
+from .core.events import Failure
+
+_CLASSES: dict[str, type[RotaError]] = {
+    "request": RequestError,
+    "command": CommandError,
+    "capacity": CapacityError,
+    "reject": RejectError,
+    "staging": StagingError,
+    "device": DeviceError,
+    "model": ModelError,
+    "closed": EngineClosedError,
+    "internal": InternalError,
+}
+_KINDS = {cls: kind for kind, cls in _CLASSES.items()}
+
+
+def to_failure(error: BaseException) -> Failure:
+    """Any exception as data; one that is not rota's own is an ``internal`` failure."""
+    if not isinstance(error, RotaError):
+        return Failure("internal", "internal", f"{type(error).__name__}: {error}")
+    kind = next((_KINDS[c] for c in type(error).__mro__ if c in _KINDS), "internal")
+    return Failure(
+        kind,
+        error.code,
+        error.message,
+        error.subject,
+        error.expected,
+        error.found,
+        error.retry_after_s,
+    )
+
+
+def to_error(failure: Failure) -> RotaError:
+    """The exception a caller gets for a failure."""
+    return _CLASSES.get(failure.kind, InternalError)(
+        failure.message,
+        code=failure.code,
+        subject=failure.subject,
+        expected=failure.expected,
+        found=failure.found,
+        retry_after_s=failure.retry_after_s,
+    )

@@ -1,0 +1,60 @@
+"""One request as an async iterator whose end, however it comes, ends the request."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from .shell import Shell
+from .streams import GenerationEvent, Stream
+
+
+class Generation:
+    """Iterate with ``async for``. Leaving the loop cancels the request: when the iterator is
+    dropped, on :meth:`cancel`, :meth:`aclose`, ``async with`` exit, or when the reading task is
+    cancelled."""
+
+    def __init__(self, shell: Shell, stream: Stream) -> None:
+        self._shell = shell
+        self._stream = stream
+
+    @property
+    def id(self) -> int:
+        """The sequence id, as in ``engine.story("seq <id>")``."""
+        return self._stream.seq
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        try:
+            event = await self._stream.next()
+        except BaseException:
+            self.cancel()
+            raise
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    def cancel(self) -> None:
+        """End the request if it has not ended; its last event then says ``cancelled``."""
+        if not self._stream.ended:
+            self._shell.cancel(self._stream.seq)
+
+    async def aclose(self) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if not self._stream.ended:
+            self._shell.cancel_soon(self._stream.seq)

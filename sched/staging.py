@@ -1,0 +1,159 @@
+"""Staging workers: sources in, slot images out, off the loop and off the device thread.
+
+Owns the host slot images (by image id) and the signatures that let an unchanged directory skip the
+read. Which image to keep is the core's decision; this file only holds and forgets.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from ..errors import RotaError, StagingError
+
+#: File systems stamp changes with a coarse clock: a file younger than this may change again without
+#: its stamp changing, so its signature proves nothing (the "racy clean" problem).
+_RACY_NS = 2_000_000_000
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+class Staged(Protocol):
+    """What a stage function returns (``gpu.lora.stage.StagedAdapter``)."""
+
+    @property
+    def image(self) -> Any: ...
+    @property
+    def report(self) -> Any: ...
+    @property
+    def digest(self) -> str: ...
+
+
+#: ``(source, cancelled) -> staged``; runs on a worker thread.
+StageFunction = Callable[[Any, Callable[[], bool]], Staged]
+
+
+class StageOutcome(msgspec.Struct, frozen=True):
+    """``cached``: the id of an image that already holds this content, or -1."""
+
+    staged: Any
+    cached: int
+    signature: Signature | None
+
+
+class StageRunner(Protocol):
+    """What the shell needs of staging: :class:`Stager`, or a simulated one."""
+
+    @property
+    def images(self) -> Mapping[int, Staged]: ...
+    async def run(self, stage: int, source: Any) -> StageOutcome: ...
+    def cancel(self, stage: int) -> None: ...
+    def cancel_all(self) -> None: ...
+    def keep(self, image: int, outcome: StageOutcome, source: Any) -> None: ...
+    def drop(self, image: int) -> None: ...
+    def drop_all(self) -> None: ...
+
+
+def source_key(source: Any) -> object:
+    """Two sources with equal keys are the same place. Bytes are a place of their own."""
+    path = getattr(source, "path", None)
+    return ("dir", os.path.realpath(path)) if path is not None else ("object", id(source))
+
+
+def directory_signature(path: Path, now_ns: int) -> Signature | None:
+    """Name, size, mtime and inode of every file a directory adapter is read from; ``None`` when the
+    files are too young to trust, or cannot be read."""
+    rows = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("adapter_") and entry.is_file():
+                    stat = entry.stat()
+                    if now_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) < _RACY_NS:
+                        return None
+                    rows.append((entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    except OSError:
+        return None
+    return tuple(sorted(rows)) or None
+
+
+class Stager:
+    """``workers`` threads stage at once; more wait. Called on the loop's thread."""
+
+    def __init__(self, stage: StageFunction, *, workers: int, clock_ns: Callable[[], int]) -> None:
+        self._stage = stage
+        self._limiter = anyio.CapacityLimiter(workers)
+        self._clock_ns = clock_ns
+        self.images: dict[int, Staged] = {}
+        self._by_signature: dict[tuple[object, Signature], int] = {}
+        self._cancelled: dict[int, threading.Event] = {}
+
+    async def run(self, stage: int, source: Any) -> StageOutcome:
+        """Stage ``source``. Raises RejectError (the adapter's fault) or StagingError."""
+        flag = self._cancelled[stage] = threading.Event()
+        try:
+            with anyio.CancelScope(shield=True):
+                # The thread cannot be stopped from outside; its flag can. Shielded, so that its
+                # image is never orphaned between the thread's end and ours.
+                return await anyio.to_thread.run_sync(
+                    self._work, source, flag, limiter=self._limiter
+                )
+        finally:
+            del self._cancelled[stage]
+
+    def cancel(self, stage: int) -> None:
+        flag = self._cancelled.get(stage)
+        if flag is not None:
+            flag.set()
+
+    def cancel_all(self) -> None:
+        for flag in self._cancelled.values():
+            flag.set()
+
+    def keep(self, image: int, outcome: StageOutcome, source: Any) -> None:
+        """Hold a staged image under its id, and remember what it was read from."""
+        self.images[image] = outcome.staged
+        if outcome.signature is not None:
+            self._by_signature[(source_key(source), outcome.signature)] = image
+
+    def drop(self, image: int) -> None:
+        del self.images[image]
+        for key in [k for k, v in self._by_signature.items() if v == image]:
+            del self._by_signature[key]
+
+    def drop_all(self) -> None:
+        self.images.clear()
+        self._by_signature.clear()
+
+    def _work(self, source: Any, flag: threading.Event) -> StageOutcome:
+        if flag.is_set():
+            raise StagingError("cancelled before it began", code="stage-cancelled")
+        path = getattr(source, "path", None)
+        before = directory_signature(Path(path), self._clock_ns()) if path is not None else None
+        if before is not None:
+            image = self._by_signature.get((source_key(source), before), -1)
+            staged = self.images.get(image)
+            if staged is not None:
+                return StageOutcome(staged, image, before)
+        try:
+            staged = self._stage(source, flag.is_set)
+        except RotaError:
+            raise
+        except OSError as error:
+            raise StagingError(
+                f"reading the adapter failed: {error.strerror}",
+                code="stage-io",
+                subject=str(error.filename) if error.filename else None,
+                found=error.__class__.__name__,
+            ) from error
+        except MemoryError as error:
+            raise StagingError("no host memory for the slot image", code="stage-memory") from error
+        after = directory_signature(Path(path), self._clock_ns()) if before is not None else None
+        return StageOutcome(staged, -1, after if after == before else None)
