@@ -157,8 +157,7 @@ class HostBase:
         if nbytes < 0 or not 0 < addr < 1 << 64:
             raise DeviceError("bad host range", code="bad-argument", found=f"{addr:#x}+{nbytes}")
         if self._heap.covers(addr) is not None:
-            self._heap.find(addr, nbytes, "pinned")
-            return False
+            return False  # the copy's own check says whether it is pinned and long enough
         with self._lock:
             capture = self._capture_of(stream)
             if capture is not None:

@@ -355,6 +355,20 @@ def test_a_forked_stream_is_in_the_capture(rig):
     d.synchronize(side)
 
 
+def test_no_stream_joins_a_broken_capture(rig):
+    d = rig.device
+    side = d.create_stream(label="side")
+    fork = d.create_event()
+    d.begin_capture(rig.stream)
+    d.record_event(fork, rig.stream)
+    with rig.refuses("capture-violation"):
+        d.synchronize(rig.stream)
+    with rig.refuses("capture-invalidated", "main"):
+        d.wait_event(fork, side)
+    assert not d.abort_capture_if_active(side)
+    assert d.abort_capture_if_active(rig.stream)
+
+
 def test_an_event_recorded_in_a_capture_is_useless_outside_until_recorded_again(rig):
     d = rig.device
     event = d.create_event(label="inside")

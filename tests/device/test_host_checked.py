@@ -118,6 +118,15 @@ def test_a_missing_event_shows_and_the_event_cures_it(checked_rig):
     assert checked_rig.read(b, 4, other) == bytes([1] * 4)
 
 
+def test_destroying_a_stream_runs_what_it_held(checked_rig):
+    d = checked_rig.device
+    other = d.create_stream()
+    a = d.alloc(4, label="a")
+    d.memset(a, 1, 4, other)
+    d.destroy_stream(other)
+    assert look(a, 4) == bytes([1] * 4)
+
+
 def test_a_wait_runs_no_more_of_the_other_stream_than_it_must(checked_rig):
     d = checked_rig.device
     other = d.create_stream()
