@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ...errors import ModelError
 from .dims import LoraModule, ModelDims
+from .keys import PairKey, canonical_keys
 
 ROUND_ELEMENTS = 8
 """Ranks and strides are multiples of this many elements (one 16-byte load of BF16)."""
@@ -136,6 +137,11 @@ class SlotLayout:
     def pair_index(self) -> dict[tuple[int, LoraModule], int]:
         """(layer, module) -> pair index. Read only."""
         return {(p.layer, p.module): index for index, p in enumerate(self.pairs)}
+
+    @cached_property
+    def known_keys(self) -> dict[str, PairKey]:
+        """Tensor key as PEFT writes it -> its place, so that most keys need no parsing."""
+        return dict(canonical_keys(self.dims))
 
     @cached_property
     def pairs_bytes(self) -> int:

@@ -62,12 +62,19 @@ class FileLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor of a file. ``data`` is uint8 ``[length]``, a view of the file's buffer."""
+    """One tensor: bytes ``begin`` to ``end`` of ``block``, the data part of its file (uint8)."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    data: npt.NDArray[np.uint8]
+    block: npt.NDArray[np.uint8]
+    begin: int
+    end: int
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, uint8 ``[end - begin]``, a view."""
+        return self.block[self.begin : self.end]
 
 
 def check_sizes(config_bytes: int, file_bytes: int, limits: FileLimits) -> None:
@@ -85,8 +92,7 @@ def read_directory(
 
     Raises:
         RejectError: missing-config, missing-weights, pickle-adapter, file-escapes-directory,
-            not-a-plain-file, config-too-large, file-too-large, bad-index, index-mismatch is left
-            to `parse_shards`' callers (the index is checked here against the directory only).
+            not-a-plain-file, config-too-large, file-too-large, bad-index, duplicate-json-key.
         StagingError: adapter-unreadable, when the system refuses a read.
     """
     try:
@@ -198,7 +204,7 @@ def _read(root: Path, name: str, limit: int, code: str) -> npt.NDArray[np.uint8]
             if status.st_size > limit:
                 raise _too_large(code, name, limit, status.st_size)
             buffer = np.empty(status.st_size, np.uint8)
-            view, filled = memoryview(buffer), 0
+            view, filled = buffer.data, 0
             while filled < status.st_size:
                 count = file.readinto(view[filled:])
                 if not count:
@@ -341,7 +347,7 @@ def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> lis
                 expected=f"at most {data.nbytes}",
                 found=end,
             )
-        tensors.append(Tensor(key, dtype, shape, data[begin:end]))
+        tensors.append(Tensor(key, dtype, shape, data, begin, end))
         place = end
     if place != data.nbytes:
         raise _bad("bytes after the last tensor", expected=place, found=data.nbytes)

@@ -33,7 +33,7 @@ class RawAdapter:
         """SHA-256 (hex) of the config bytes followed by the bytes of every shard."""
         state = hashlib.sha256(self.config)
         for shard in self.shards:
-            state.update(memoryview(shard))
+            state.update(shard.data)
         return state.hexdigest()
 
 

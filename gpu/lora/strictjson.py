@@ -7,17 +7,20 @@ file two readers could understand differently is refused rather than interpreted
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 from ...errors import RejectError
 
 
-def loads_object(raw: bytes, *, code: str, subject: str) -> dict[str, Any]:
+def loads_object(raw: bytes, *, code: str, subject: str, constants: bool = False) -> dict[str, Any]:
     """Parse ``raw`` as one JSON object.
+
+    ``constants`` lets NaN and Infinity through as floats, for callers that name the field at fault.
 
     Raises:
         RejectError: with ``code`` for anything that is not one strict JSON object;
-            ``duplicate-json-key`` when a key occurs twice in one object. ``subject`` names the file.
+            ``duplicate-json-key`` when a key occurs twice in one object.
+            ``subject`` names the file.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -34,7 +37,9 @@ def loads_object(raw: bytes, *, code: str, subject: str) -> dict[str, Any]:
                 seen.add(key)
         return made
 
-    def constant(text: str) -> NoReturn:
+    def constant(text: str) -> float:
+        if constants:
+            return float(text)
         raise ValueError(f"{text} is not JSON")
 
     try:

@@ -1,0 +1,359 @@
+"""The audit: do config, keys, shapes and values together make an adapter this layout can serve?
+
+What it owns: the order of the checks and their codes. Invariants: every tensor is accounted for;
+config and tensors must agree (rank, targets, layers, token rows); one bad key refuses the whole
+adapter, with the list of what is wrong; nothing that could turn into NaN, or into no change at all,
+passes. Disk, memory and network adapters all come through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ...errors import RejectError
+from .config import PeftConfig, match_name
+from .dims import LoraModule
+from .keys import OverlayKey, PairKey, classify
+from .layout import Elem, SlotLayout
+from .overlay import BaseRows, OverlayPlan, plan_overlay
+from .pack import PairTensors
+from .safefile import Tensor
+
+MAX_LISTED = 8
+"""Offenders named in one refusal; the rest are counted."""
+_LEAVES: Final = frozenset(m.leaf for m in LoraModule)
+_GDN_LEAVES: Final = frozenset(
+    (
+        "in_proj_qkvz",
+        "in_proj_ba",
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_a",
+        "in_proj_b",
+        "conv1d",
+    )
+)
+_EMBEDDING_LEAVES: Final = frozenset(("embed_tokens", "lm_head"))
+_KNOWN_ELSEWHERE: Final = frozenset(("out_proj", "gate"))
+# Bits of |x| (sign removed) from which a value is infinite or NaN, per file dtype.
+_NON_FINITE: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
+# float32 from here on rounds to infinity in BF16 (half a step above the largest BF16).
+_F32_OVER_BF16: Final = 0x7F7F8000
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What passed: pairs in pair order, the overlay, and notes for the report."""
+
+    pairs: tuple[PairTensors, ...]
+    overlay: OverlayPlan
+    notes: tuple[str, ...]
+
+
+def audit(
+    config: PeftConfig,
+    tensors: Sequence[Tensor],
+    layout: SlotLayout,
+    base_rows: BaseRows | None = None,
+) -> Audited:
+    """Check everything, in a fixed order; see docs/reject-codes.md for the order and the codes.
+
+    ``tensors`` are in file order, as `safefile.parse_shards` returns them.
+
+    Raises:
+        RejectError: the first refusal; where several tensors share it, ``found`` lists them.
+    """
+    check_targets(config, layout)
+    keys = _classify_all(tensors, layout)
+    halves: dict[int, dict[str, tuple[PairKey, Tensor]]] = {}
+    overlays: dict[OverlayKey, Tensor] = {}
+    names: set[str | None] = set()
+    for key, tensor in zip(keys, tensors, strict=True):
+        names.add(key.adapter_name)
+        if isinstance(key, OverlayKey):
+            if any(o.leaf == key.leaf and o.kind == key.kind for o in overlays):
+                raise _duplicate(tensor)
+            overlays[key] = tensor
+            continue
+        pair = halves.setdefault(layout.pair_index[key.layer, key.module], {})
+        if key.half in pair:
+            raise _duplicate(tensor)
+        pair[key.half] = (key, tensor)
+    if len(names) > 1 and len(names - {None}) > 1:
+        raise RejectError(
+            "the keys name more than one adapter",
+            code="mixed-adapter-names",
+            expected="one adapter name inside the keys",
+            found=", ".join(sorted(str(name)[:40] for name in names)),
+        )
+    if not halves and not overlays:
+        raise RejectError("the file holds no adapter tensor", code="empty-adapter")
+    pairs = [_check_pair(index, halves[index], config, layout) for index in sorted(halves)]
+    notes = _check_matched(config, halves, layout)
+    peaks = _check_finite(tensors, layout.elem)
+    overlay = plan_overlay(config, overlays, layout, base_rows)
+    _check_effect(pairs, overlay, peaks)
+    return Audited(tuple(pairs), overlay, notes)
+
+
+def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
+    """Refuse a config before any tensor is looked at.
+
+    Raises:
+        RejectError: rank-exceeds-pool, embedding, gdn, unsupported-target, unknown_module.
+    """
+    ranks = [("r", config.r)] + [(p.key, int(p.value)) for p in config.rank_pattern]
+    for subject, rank in ranks:
+        if rank > layout.max_rank:
+            raise RejectError(
+                "the rank is larger than the pool's; raise max_lora_rank",
+                code="rank-exceeds-pool",
+                subject=subject,
+                expected=f"at most {layout.max_rank}",
+                found=rank,
+            )
+    for target in config.target_modules or ():
+        leaf = target.rpartition(".")[2]
+        if leaf in _LEAVES or (target.startswith("mlp.") and leaf in _LEAVES):
+            continue
+        code, why = "unknown_module", "the model has no module of this name"
+        if leaf in _EMBEDDING_LEAVES:
+            code, why = "embedding", "low-rank embeddings are not served"
+        elif leaf in _GDN_LEAVES:
+            code, why = "gdn", "gated delta net modules are not served here"
+        elif leaf in _KNOWN_ELSEWHERE:
+            code, why = "unsupported-target", "this model has no such module"
+        raise RejectError(
+            why,
+            code=code,
+            subject=target[:200],
+            expected=" ".join(m.leaf for m in LoraModule),
+            found=leaf[:80],
+        )
+
+
+def _classify_all(tensors: Sequence[Tensor], layout: SlotLayout) -> list[PairKey | OverlayKey]:
+    known, keys = layout.known_keys, list[PairKey | OverlayKey]()
+    refusals: list[RejectError] = []
+    for tensor in tensors:
+        key: PairKey | OverlayKey | None = known.get(tensor.key)
+        if key is None:
+            try:
+                key = classify(tensor.key, layout.dims)
+            except RejectError as refusal:
+                refusals.append(refusal)
+                continue
+        keys.append(key)
+    if refusals:
+        raise _with_list(refusals)
+    return keys
+
+
+def _with_list(refusals: list[RejectError]) -> RejectError:
+    """The first refusal, naming the others in ``found``."""
+    first = refusals[0]
+    if len(refusals) == 1:
+        return first
+    listed = [f"{r.subject} [{r.code}]" for r in refusals[:MAX_LISTED]]
+    more = len(refusals) - len(listed)
+    return RejectError(
+        f"{first.message} ({len(refusals)} tensors refused)",
+        code=first.code,
+        subject=first.subject,
+        expected=first.expected,
+        found="; ".join(listed) + (f"; and {more} more" if more else ""),
+    )
+
+
+def _duplicate(tensor: Tensor) -> RejectError:
+    return RejectError(
+        "two keys name the same place", code="duplicate-tensor", subject=tensor.key[:300]
+    )
+
+
+def _check_pair(
+    index: int,
+    halves: dict[str, tuple[PairKey, Tensor]],
+    config: PeftConfig,
+    layout: SlotLayout,
+) -> PairTensors:
+    place = layout.pairs[index]
+    if len(halves) != 2:
+        ((half, (_, tensor)),) = halves.items()
+        raise RejectError(
+            "one factor of a pair is missing",
+            code="unpaired-tensor",
+            subject=tensor.key,
+            expected="lora_A and lora_B",
+            found=f"lora_{half} only",
+        )
+    key, a = halves["A"]
+    other, b = halves["B"]
+    if key.module_name != other.module_name:
+        raise RejectError(
+            "the factors of one pair have different module paths",
+            code="unpaired-tensor",
+            subject=a.key,
+            expected=key.module_name,
+            found=other.module_name,
+        )
+    for tensor, axis, width, form in (
+        (a, 1, place.k_in, f"[r, {place.k_in}]"),
+        (b, 0, place.n_out, f"[{place.n_out}, r]"),
+    ):
+        shape = tensor.shape
+        if len(shape) != 2 or shape[axis] != width or shape[1 - axis] == 0:
+            raise RejectError(
+                "a factor has the wrong shape",
+                code="shape-mismatch",
+                subject=tensor.key,
+                expected=form,
+                found=list(shape),
+            )
+    rank = config.rank(key.module_name) if config.has_patterns else config.r
+    if not a.shape[0] == b.shape[1] == rank:
+        raise RejectError(
+            "config and factors disagree on the rank",
+            code="rank-mismatch",
+            subject=a.key,
+            expected=f"r = {rank}",
+            found=f"A has {a.shape[0]} rows, B has {b.shape[1]} columns",
+        )
+    return PairTensors(index, a, b, rank, config.scale(key.module_name))
+
+
+def _check_matched(
+    config: PeftConfig,
+    halves: dict[int, dict[str, tuple[PairKey, Tensor]]],
+    layout: SlotLayout,
+) -> tuple[str, ...]:
+    """Targets, excludes and layers of the config against the pairs that are there."""
+    targets, excludes = config.target_modules, config.exclude_modules or ()
+    layers, matched, notes = config.layers_to_transform, set[str](), list[str]()
+    leaf_only = targets is not None and all("." not in t for t in targets)
+    for pair in halves.values():
+        key, tensor = pair["A"]
+        if layers is not None and key.layer not in layers:
+            raise RejectError(
+                "a tensor of a layer that layers_to_transform leaves out",
+                code="untargeted-tensor",
+                subject=tensor.key,
+                expected=f"one of layers {sorted(layers)[:16]}",
+                found=key.layer,
+            )
+        if excludes and (match := match_name(key.module_name, excludes)) is not None:
+            raise RejectError(
+                "a tensor of a module that exclude_modules leaves out",
+                code="untargeted-tensor",
+                subject=tensor.key,
+                found=match,
+            )
+        if targets is None:
+            continue
+        leaf = key.module.leaf
+        if leaf_only and leaf in targets:
+            matched.add(leaf)
+            continue
+        hits = [t for t in targets if match_name(key.module_name, (t,)) is not None]
+        if not hits:
+            raise RejectError(
+                "a tensor of a module that target_modules does not name",
+                code="untargeted-tensor",
+                subject=tensor.key,
+                expected=" ".join(targets)[:300],
+                found=leaf,
+            )
+        matched.update(hits)
+    if config.target_regex is not None:
+        notes.append("target_modules is a pattern: the tensors alone say what is adapted")
+        if not halves:
+            raise _unmatched(config.target_regex, layout)
+    for target in targets or ():
+        if target in matched:
+            continue
+        leaf = target.rpartition(".")[2]
+        excused = config.excludes_by_regex or any(
+            e == target or e.rpartition(".")[2] == leaf for e in excludes
+        )
+        if not excused:
+            raise _unmatched(target, layout)
+        notes.append(f"target {target[:80]} matched nothing: excluded")
+    return tuple(notes)
+
+
+def _unmatched(target: str, layout: SlotLayout) -> RejectError:
+    return RejectError(
+        "a target of the config matches no tensor of the file",
+        code="unmatched-target",
+        subject=target[:200],
+        expected=f"at least one pair in {layout.dims.num_layers} layers",
+        found="none",
+    )
+
+
+def _check_finite(tensors: Sequence[Tensor], elem: Elem) -> dict[int, int]:
+    """Refuse NaN, infinity, and float32 that would become infinite. id(tensor) -> bits of max |x|.
+
+    One pass over each run of equal dtype: seen as integers, the largest magnitude among values >= 0
+    is the signed maximum and among values < 0 the unsigned maximum, so no temporary is needed.
+    """
+    peaks = {id(t): 0 for t in tensors if t.begin == t.end}
+    live = [t for t in tensors if t.begin != t.end]
+    start = 0
+    while start < len(live):
+        first, stop = live[start], start + 1
+        while (
+            stop < len(live)
+            and live[stop].dtype == first.dtype
+            and live[stop].block is first.block
+            and live[stop].begin == live[stop - 1].end
+        ):
+            stop += 1
+        run = live[start:stop]
+        peaks.update(zip(map(id, run), _peaks(run), strict=True))
+        start = stop
+    for tensor in tensors:
+        limit = _NON_FINITE[tensor.dtype]
+        peak = peaks[id(tensor)]
+        if tensor.dtype == "F32" and elem is Elem.BF16:
+            limit = _F32_OVER_BF16
+        if peak >= limit:
+            inside = peak < _NON_FINITE[tensor.dtype]
+            raise RejectError(
+                "a tensor holds a value BF16 cannot hold" if inside else "a tensor is not finite",
+                code="non-finite",
+                subject=tensor.key,
+                expected="finite values",
+                found="overflow" if inside else "NaN or infinity",
+            )
+    return peaks
+
+
+def _peaks(run: Sequence[Tensor]) -> list[int]:
+    """Bits of max |x| of each tensor of a contiguous run of one dtype, none of them empty."""
+    wide = run[0].dtype == "F32"
+    signed, unsigned = (np.int32, np.uint32) if wide else (np.int16, np.uint16)
+    values = run[0].block[run[0].begin : run[-1].end]
+    starts = [(t.begin - run[0].begin) // (4 if wide else 2) for t in run]
+    positive = np.maximum.reduceat(values.view(signed), starts)
+    negative = np.maximum.reduceat(values.view(unsigned), starts)
+    sign = 1 << (31 if wide else 15)
+    largest = np.maximum(positive.astype(np.int64), negative.astype(np.int64) - sign)
+    return [int(peak) for peak in largest.clip(0)]
+
+
+def _check_effect(
+    pairs: Sequence[PairTensors], overlay: OverlayPlan, peaks: dict[int, int]
+) -> None:
+    for pair in pairs:
+        if peaks[id(pair.a)] and peaks[id(pair.b)]:
+            return
+    if overlay.embed_count or overlay.head_count:
+        return
+    raise RejectError(
+        "the adapter would change nothing: a factor of every pair is zero", code="no-effect"
+    )

@@ -1,0 +1,179 @@
+"""Tensor keys: which place of the model each one names, or why it is refused.
+
+What it owns: the accepted spellings of a key. Invariant: every key gets exactly one answer, a place
+or a `RejectError`; none is skipped. What stands before ``layers.`` must be the text model's own
+path, so that a vision tower's q_proj can never land in the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ...errors import RejectError
+from .dims import LoraModule, ModelDims
+
+Half = Literal["A", "B"]
+PEFT_PREFIX: Final = "base_model.model."
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
+_ROOTS: Final = ("model", "language_model")
+MAX_ROOTS = 4
+MAX_INDEX_DIGITS = 6
+_BY_PATH: Final = {(m.parent, m.leaf): m for m in LoraModule}
+_GDN_PARENT: Final = "linear_attn"
+
+
+@dataclass(frozen=True, slots=True)
+class PairKey:
+    """A half of a pair. ``module_name`` is the dotted name PEFT matches targets and patterns on."""
+
+    layer: int
+    module: LoraModule
+    half: Half
+    module_name: str
+    adapter_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayKey:
+    """A whole matrix (``kind`` "full") or replaced rows ("rows") of embed_tokens or lm_head."""
+
+    leaf: Literal["embed_tokens", "lm_head"]
+    kind: Literal["full", "rows"]
+    adapter_name: str | None = None
+
+
+def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
+    """Every key as PEFT writes it for the text model and for its multimodal wrapper."""
+    for root in ("model", "model.language_model"):
+        for layer in range(dims.num_layers):
+            for module in LoraModule:
+                if not dims.applies_to_layer(layer, module):
+                    continue
+                name = f"{root}.layers.{layer}.{module.parent}.{module.leaf}"
+                for half in ("A", "B"):
+                    key = f"{PEFT_PREFIX}{name}.lora_{half}.weight"
+                    yield key, PairKey(layer, module, half, name)
+
+
+def classify(key: str, dims: ModelDims) -> PairKey | OverlayKey:
+    """The place a tensor key names.
+
+    Raises:
+        RejectError: the codes of the "keys" section of docs/reject-codes.md; ``subject`` is the
+            key.
+    """
+    parts = [part for part in key.split(".") if part not in _WRAPPERS]
+    peft = parts[:2] == ["base_model", "model"]
+    if peft:
+        parts = parts[2:]
+    overlay = _overlay(parts)
+    if overlay is not None:
+        return overlay
+    if not peft and not any(part.startswith("lora_") for part in parts):
+        raise _refuse("not-peft-key", "the key is not one a PEFT adapter has", key)
+    if any(part.startswith("lora_embedding_") for part in parts):
+        raise _refuse("embedding-lora", "low-rank embeddings are not served", key)
+    half, adapter_name, module_parts = _half(parts, key)
+    if "layers" not in module_parts:
+        raise _refuse("non-layer-module", "the module is not in a decoder layer", key)
+    place = module_parts.index("layers")
+    roots, tail = module_parts[:place], module_parts[place + 1 :]
+    if len(roots) > MAX_ROOTS or any(root not in _ROOTS for root in roots):
+        raise _refuse(
+            "foreign-layer",
+            "the layer is not the text model's",
+            key,
+            expected="a path of 'model' and 'language_model' before 'layers'",
+            found=".".join(roots)[:80],
+        )
+    if len(tail) < 2:
+        raise _refuse("malformed-key", "nothing follows the layer index", key)
+    layer = _layer(tail[0], key)
+    if layer >= dims.num_layers:
+        raise _refuse(
+            "layer-out-of-range",
+            "the model has no such layer",
+            key,
+            expected=f"0..{dims.num_layers - 1}",
+            found=layer,
+        )
+    path = tail[1:]
+    if path[:2] == ["mlp", "experts"]:
+        raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
+    module = _BY_PATH.get((path[0], path[1])) if len(path) == 2 else None
+    if module is None:
+        if path[0] == _GDN_PARENT:
+            raise _refuse("gdn-target", "gated delta net modules are not served here", key)
+        raise _refuse(
+            "unsupported-module",
+            "the module takes no adapter here",
+            key,
+            expected=" ".join(m.leaf for m in LoraModule),
+            found=".".join(path)[:80],
+        )
+    if not dims.applies_to_layer(layer, module):
+        raise _refuse("non-full-attention-layer", "this layer has no such module", key)
+    return PairKey(layer, module, half, ".".join(module_parts), adapter_name)
+
+
+def _overlay(parts: list[str]) -> OverlayKey | None:
+    """The overlay place of a key outside the layers, or ``None``."""
+    rest = list(parts)
+    while rest and rest[0] in _ROOTS and len(parts) - len(rest) < MAX_ROOTS:
+        rest = rest[1:]
+    if not rest:
+        return None
+    for leaf in ("embed_tokens", "lm_head"):
+        if rest[0] != leaf:
+            continue
+        tail, name = rest[1:], None
+        if len(tail) == 3 and tail[0] == "modules_to_save" and tail[2] == "weight":
+            tail, name = ["modules_to_save", "weight"], tail[1]
+        if tail in (["weight"], ["modules_to_save", "weight"]):
+            return OverlayKey(leaf, "full", name)
+        if tail[:2] == ["token_adapter", "trainable_tokens_delta"] and len(tail) <= 3:
+            name = tail[2] if len(tail) == 3 else None
+            return OverlayKey(leaf, "rows", name)
+    return None
+
+
+def _half(parts: list[str], key: str) -> tuple[Half, str | None, list[str]]:
+    """(half, adapter name inside the key or None, module path) of a lora_A / lora_B weight."""
+    if parts[-1] == "weight":
+        for infix in (0, 1):
+            if len(parts) > 2 + infix and parts[-2 - infix] in ("lora_A", "lora_B"):
+                half: Half = "A" if parts[-2 - infix] == "lora_A" else "B"
+                return half, parts[-2] if infix else None, parts[: -2 - infix]
+    if "lora_magnitude_vector" in parts:
+        raise _refuse("use_dora", "a DoRA magnitude; DoRA is not served", key)
+    if parts[-1] == "bias":
+        lora = any(part in ("lora_A", "lora_B") for part in parts)
+        raise _refuse("lora_bias" if lora else "bias", "adapter biases are not served", key)
+    raise _refuse(
+        "unrecognized-tensor",
+        "the tensor is none an adapter has",
+        key,
+        expected="...lora_A.weight or ...lora_B.weight",
+        found=".".join(parts[-2:])[:80],
+    )
+
+
+def _layer(text: str, key: str) -> int:
+    plain = text.isascii() and text.isdigit() and len(text) <= MAX_INDEX_DIGITS
+    if not plain or (len(text) > 1 and text[0] == "0"):
+        raise _refuse(
+            "malformed-layer-index",
+            "the layer index is not a plain number",
+            key,
+            expected="0, 1, 2, ...",
+            found=text[:40],
+        )
+    return int(text)
+
+
+def _refuse(
+    code: str, why: str, key: str, *, expected: object = None, found: object = None
+) -> RejectError:
+    return RejectError(why, code=code, subject=key[:300], expected=expected, found=found)

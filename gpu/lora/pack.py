@@ -1,0 +1,131 @@
+"""Packing: tensors of a file into the bytes of a slot.
+
+What it owns: the conversions between file dtypes and the slot's element type, and where each factor
+goes: A ``[r, in]`` at the head of its region, row i of B ``[out, r]`` at column 0 of row i of
+``[out, R]``. Invariant: bytes that hold no value are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import InternalError
+from .layout import Elem, SlotLayout
+from .safefile import Tensor
+
+_CHUNK = 1 << 16
+"""Elements converted at a time: the temporaries stay in the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairTensors:
+    """An audited pair: its place, both factors, true rank and scale."""
+
+    index: int
+    a: Tensor
+    b: Tensor
+    rank: int
+    scale: float
+
+
+def f32_to_bf16(
+    source: npt.NDArray[np.float32], out: npt.NDArray[np.uint16] | None = None
+) -> npt.NDArray[np.uint16]:
+    """float32 to BF16 bit patterns (uint16), same shape, round to nearest even.
+
+    A NaN stays a NaN (quiet bit set, sign and high payload kept); overflow rounds to infinity.
+    ``out``: contiguous uint16 of the same size to write into.
+    """
+    flat = np.ascontiguousarray(source, np.float32).reshape(-1).view(np.uint32)
+    target = np.empty(flat.size, np.uint16) if out is None else out.reshape(-1)
+    rounding = np.empty(min(_CHUNK, flat.size), np.uint32)
+    for start in range(0, flat.size, _CHUNK):
+        bits = flat[start : start + _CHUNK]
+        work = rounding[: bits.size]
+        np.right_shift(bits, 16, out=work)
+        np.bitwise_and(work, 1, out=work)
+        np.add(work, 0x7FFF, out=work)
+        np.add(work, bits, out=work)
+        np.right_shift(work, 16, out=work)
+        piece = target[start : start + _CHUNK]
+        piece[:] = work
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        if nan.any():
+            piece[nan] = ((bits[nan] >> 16) | 0x40).astype(np.uint16)
+    return target.reshape(source.shape)
+
+
+def bf16_to_f32(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """BF16 bit patterns (uint16) to float32, exactly."""
+    return (source.astype(np.uint32) << 16).view(np.float32)
+
+
+def file_array(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """The tensor's values, shaped, as the file has them: uint16 for BF16, else float16/float32."""
+    dtype = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[tensor.dtype]
+    return tensor.data.view(dtype).reshape(tensor.shape)
+
+
+def to_elem(values: npt.NDArray[np.generic], elem: Elem) -> npt.NDArray[np.generic]:
+    """Convert file or base values (uint16 = BF16 bits, float16, float32) to ``elem``'s numpy form.
+
+    No copy when they have it already.
+    """
+    if values.dtype == elem.numpy:
+        return values
+    if values.dtype == np.uint16:
+        return bf16_to_f32(values.view(np.uint16))
+    wide = values.astype(np.float32)
+    return wide if elem is Elem.F32 else f32_to_bf16(wide)
+
+
+def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:
+    """A zeroed slot buffer, uint8 ``[slot_bytes]``."""
+    return np.zeros(layout.slot_bytes, np.uint8)
+
+
+def reuse_buffer(
+    layout: SlotLayout, buffer: npt.NDArray[np.uint8] | bytearray | memoryview
+) -> npt.NDArray[np.uint8]:
+    """A caller's buffer as a zeroed slot buffer.
+
+    Raises:
+        InternalError: bad-buffer, when it is not a writable run of exactly ``slot_bytes`` bytes.
+    """
+    made = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    flags = made.flags
+    right = made.dtype == np.uint8 and made.shape == (layout.slot_bytes,)
+    if not (right and flags.writeable and flags.c_contiguous):
+        raise InternalError(
+            "not a usable slot buffer",
+            code="bad-buffer",
+            expected=f"{layout.slot_bytes} writable contiguous bytes",
+            found=f"{made.dtype} {made.shape} writeable={flags.writeable}",
+        )
+    made[:] = 0
+    return made
+
+
+def pack_pairs(
+    pairs: Iterable[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
+) -> None:
+    """Write audited pairs into a zeroed slot buffer (uint8 ``[slot_bytes]``)."""
+    elem, stride = layout.elem, layout.stride
+    size = elem.size
+    slot = buffer[: layout.pairs_bytes].view(elem.numpy)
+    for pair in pairs:
+        place, rank = layout.pairs[pair.index], pair.rank
+        a = to_elem(file_array(pair.a), elem).reshape(-1)
+        start = place.a_off // size
+        slot[start : start + a.size] = a
+        b = to_elem(file_array(pair.b), elem)
+        start = place.b_off // size
+        region = slot[start : start + place.n_out * stride]
+        if rank == stride:
+            region[:] = b.reshape(-1)
+        else:
+            region.reshape(place.n_out, stride)[:, :rank] = b

@@ -1,0 +1,143 @@
+"""From a source to a slot image: read, digest, audit, pack.
+
+What it owns: the order of the phases, their times and the points where staging can be cancelled.
+Invariants: touches no slot; returns everything or raises; the same bytes give the same image. Many
+staging workers may run it at once: nothing is shared but the layout, which is frozen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import StagingError
+from .audit import Audited, audit
+from .config import PeftConfig, parse_config
+from .image import SlotImage
+from .layout import SlotLayout
+from .overlay import BaseRows, pack_overlay
+from .pack import fresh_buffer, pack_pairs, reuse_buffer
+from .report import LoadReport
+from .safefile import FileLimits, Tensor, parse_shards
+from .source import AdapterSource
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """Bounds on what staging will read."""
+
+    files: FileLimits = field(default_factory=FileLimits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedAdapter:
+    """An accepted adapter: its image, the report, and the digest (hex SHA-256)."""
+
+    image: SlotImage
+    report: LoadReport
+    digest: str
+
+
+def stage(
+    source: AdapterSource,
+    layout: SlotLayout,
+    limits: StageLimits | None = None,
+    base_rows: BaseRows | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    cancelled: Callable[[], bool] | None = None,
+    buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+) -> StagedAdapter:
+    """Read one adapter and pack it for ``layout``.
+
+    Args:
+        source: where the bytes come from.
+        layout: of the pool it is for.
+        limits: bounds on what is read; default `StageLimits()`.
+        base_rows: the base model's matrices, needed only for ``modules_to_save`` of embed_tokens
+            or lm_head.
+        clock: seconds, for the report.
+        cancelled: asked before each phase; True ends staging.
+        buffer: ``layout.slot_bytes`` writable bytes to pack into (zeroed first); default fresh.
+
+    Raises:
+        RejectError: the adapter's own fault, codes in docs/reject-codes.md.
+        StagingError: adapter-unreadable; stage-cancelled.
+        InternalError: bad-buffer.
+    """
+    limits = StageLimits() if limits is None else limits
+    marks = [clock()]
+
+    def phase_done() -> None:
+        marks.append(clock())
+        if cancelled is not None and cancelled():
+            raise StagingError("staging was cancelled", code="stage-cancelled")
+
+    raw = source.read(limits.files)
+    phase_done()
+    digest = raw.digest()
+    phase_done()
+    config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
+    tensors = parse_shards(raw.shards, limits.files)
+    audited = audit(config, tensors, layout, base_rows)
+    phase_done()
+    packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)
+    pack_pairs(audited.pairs, layout, packed)
+    pack_overlay(audited.overlay, layout, packed)
+    phase_done()
+    image = _image(audited, layout, packed, digest)
+    names = ("read", "digest", "audit", "pack")
+    seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
+    file_bytes = sum(shard.nbytes for shard in raw.shards)
+    report = _report(config, tensors, audited, layout, file_bytes, seconds)
+    return StagedAdapter(image, report, digest)
+
+
+def _image(
+    audited: Audited, layout: SlotLayout, packed: npt.NDArray[np.uint8], digest: str
+) -> SlotImage:
+    n_pairs = len(layout.pairs)
+    scales, ranks = np.zeros(n_pairs, np.float32), [0] * n_pairs
+    for pair in audited.pairs:
+        scales[pair.index], ranks[pair.index] = pair.scale, pair.rank
+    scales.flags.writeable = False
+    return SlotImage(
+        buffer=packed,
+        present=tuple(rank > 0 for rank in ranks),
+        scales=scales,
+        ranks=tuple(ranks),
+        digest=digest,
+        fingerprint=layout.fingerprint(),
+        embed_rows=audited.overlay.embed_count,
+        head_rows=audited.overlay.head_count,
+    )
+
+
+def _report(
+    config: PeftConfig,
+    tensors: list[Tensor],
+    audited: Audited,
+    layout: SlotLayout,
+    file_bytes: int,
+    seconds: dict[str, float],
+) -> LoadReport:
+    return LoadReport(
+        tensors=len(tensors),
+        pairs=len(audited.pairs),
+        by_module=dict(Counter(layout.pairs[p.index].module.leaf for p in audited.pairs)),
+        ignored=config.ignored,
+        notes=config.notes + audited.notes,
+        ranks=tuple(sorted(Counter(p.rank for p in audited.pairs).items())),
+        scales=tuple(sorted(Counter(p.scale for p in audited.pairs).items())),
+        dtypes=dict(Counter(t.dtype for t in tensors)),
+        embed_rows=audited.overlay.embed_count,
+        head_rows=audited.overlay.head_count,
+        slot_bytes=layout.slot_bytes,
+        file_bytes=file_bytes,
+        seconds=seconds,
+    )
