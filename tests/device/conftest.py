@@ -7,6 +7,7 @@ device whose addresses the CPU cannot follow.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from rota.errors import DeviceError
-from rota.gpu.device import DEVICE_CODES, Device, KernelSpec, Stream
+from rota.gpu.device import DEVICE_CODES, Device, Graph, KernelSpec, Stream
 from rota.gpu.host import HostDevice
 
 CUDA_ADD = """
@@ -82,6 +83,28 @@ class Rig:
         """Queue ``p[i] += value`` over ``n`` bytes."""
         on = self.stream if stream is None else stream
         self.device.launch(self.add, (-(-n // 128), 1, 1), (128, 1, 1), (addr, n, value), on)
+
+    def capture_add(self, addr: int, n: int = 8, value: int = 1) -> Graph:
+        """A graph of one ``add_bytes``."""
+        self.device.begin_capture(self.stream)
+        self.launch_add(addr, n, value)
+        return self.device.end_capture(self.stream)
+
+    @staticmethod
+    def elsewhere(call: Callable[[], object]) -> str | None:
+        """Run ``call`` on a fresh thread; the code of the `DeviceError` it raised, or ``None``."""
+        codes: list[str] = []
+
+        def run() -> None:
+            try:
+                call()
+            except DeviceError as error:
+                codes.append(error.code)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return codes[0] if codes else None
 
     @contextmanager
     def refuses(self, code: str, subject: str | None = None) -> Iterator[None]:

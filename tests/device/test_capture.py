@@ -1,152 +1,10 @@
-"""Stream capture and graphs, on every backend: the driver's rules, and what a replay may touch."""
+"""The rules of stream capture, on every backend: the driver's own, and what breaks them."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import pytest
-
-from rota.errors import DeviceError
-
-
-def on_another_thread(call):
-    """Run ``call`` on a fresh thread; the code of the `DeviceError` it raised, or ``None``."""
-    codes = []
-
-    def run():
-        try:
-            call()
-        except DeviceError as error:
-            codes.append(error.code)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return codes[0] if codes else None
-
-
-def captured_add(rig, addr, n=8, value=1):
-    rig.device.begin_capture(rig.stream)
-    rig.launch_add(addr, n, value)
-    return rig.device.end_capture(rig.stream)
-
-
-def test_capture_records_and_does_not_run(rig):
-    a = rig.device.alloc(8, label="a")
-    rig.device.memset(a, 0, 8, rig.stream)
-    graph = captured_add(rig, a)
-    assert rig.read(a, 8) == bytes(8)
-    graph_exec = rig.device.instantiate(graph)
-    rig.device.upload(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes(8)
-    for _ in range(3):
-        rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([3] * 8)
-
-
-def test_a_replay_keeps_its_place_in_the_stream_and_reads_memory_as_it_is_then(rig):
-    a = rig.device.alloc(8, label="a")
-    graph_exec = rig.device.instantiate(captured_add(rig, a))
-    rig.device.memset(a, 10, 8, rig.stream)
-    rig.device.replay(graph_exec, rig.stream)
-    rig.device.memset(a, 20, 4, rig.stream)
-    rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([21] * 4 + [12] * 4)
-
-
-def test_a_graph_keeps_its_own_copy_of_the_arguments(rig):
-    a = rig.device.alloc(8, label="a")
-    rig.device.memset(a, 0, 8, rig.stream)
-    args = [a, 8, 1]
-    rig.device.begin_capture(rig.stream)
-    rig.device.launch(rig.add, (1, 1, 1), (128, 1, 1), args, rig.stream)
-    args[2] = 100
-    graph_exec = rig.device.instantiate(rig.device.end_capture(rig.stream))
-    rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([1] * 8)
-
-
-def test_every_kind_of_work_replays_and_pinned_memory_is_read_at_replay(rig):
-    d, s = rig.device, rig.stream
-    a, b = d.alloc(8, label="a"), d.alloc(8, label="b")
-    source, target = d.pinned_alloc(8, label="source"), d.pinned_alloc(8, label="target")
-    d.begin_capture(s)
-    d.copy_h2d(a, source, 8, s)
-    d.copy_d2d(b, a, 8, s)
-    d.memset(b, 0xEE, 2, s)
-    d.copy_d2h(target, b, 8, s)
-    graph_exec = d.instantiate(d.end_capture(s))
-    for value in (3, 4):
-        rig.write(b, bytes([value]) * 8)
-        d.copy_d2h(source, b, 8, s)
-        d.replay(graph_exec, s)
-        d.copy_h2d(a, target, 8, s)
-        assert rig.read(a, 8) == b"\xee\xee" + bytes([value]) * 6
-
-
-def test_exec_outlives_its_graph_and_a_destroyed_exec_is_refused(rig):
-    a = rig.device.alloc(8, label="a")
-    rig.device.memset(a, 0, 8, rig.stream)
-    graph = captured_add(rig, a)
-    graph_exec = rig.device.instantiate(graph)
-    rig.device.destroy_graph(graph)
-    rig.device.replay(graph_exec, rig.stream)
-    rig.device.destroy_exec(graph_exec)  # the queued replay is still done
-    with rig.refuses("destroyed-handle"):
-        rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([1] * 8)
-
-
-@pytest.mark.parametrize("kind", ["launch", "memset", "copy", "pinned"])
-def test_a_graph_that_touches_freed_memory_fails_at_replay_with_the_label(rig, kind):
-    d, s = rig.device, rig.stream
-    a, slot = d.alloc(8, label="a"), d.alloc(8, label="slot 3")
-    host = d.pinned_alloc(8, label="rows")
-    d.memset(a, 0, 8, s)
-    d.begin_capture(s)
-    d.memset(a, 9, 8, s)
-    if kind == "launch":
-        rig.launch_add(slot, 8, 1)
-    elif kind == "memset":
-        d.memset(slot, 0, 8, s)
-    elif kind == "copy":
-        d.copy_d2d(a, slot, 8, s)
-    else:
-        d.copy_h2d(a, host, 8, s)
-    graph_exec = d.instantiate(d.end_capture(s))
-    if kind == "pinned":
-        d.pinned_free(host)
-    else:
-        d.free(slot)
-    d.alloc(8, label="new owner of the range")
-    d.pinned_alloc(8, label="another")
-    for _ in range(2):  # also when asked again
-        with rig.refuses("use-after-free", "rows" if kind == "pinned" else "slot 3"):
-            d.replay(graph_exec, s)
-    assert rig.read(a, 8) == bytes(8)  # nothing of the graph ran
-
-
-def test_a_graph_that_ran_before_the_free_fails_after_it(rig):
-    a = rig.device.alloc(8, label="a")
-    rig.device.memset(a, 0, 8, rig.stream)
-    graph_exec = rig.device.instantiate(captured_add(rig, a))
-    rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([1] * 8)
-    rig.device.free(a)
-    with rig.refuses("use-after-free", "a"):
-        rig.device.replay(graph_exec, rig.stream)
-
-
-def test_a_free_elsewhere_does_not_hurt_a_graph(rig):
-    a, b = rig.device.alloc(8, label="a"), rig.device.alloc(8, label="b")
-    rig.device.memset(a, 0, 8, rig.stream)
-    graph_exec = rig.device.instantiate(captured_add(rig, a))
-    rig.device.replay(graph_exec, rig.stream)
-    rig.device.free(b)
-    rig.device.replay(graph_exec, rig.stream)
-    assert rig.read(a, 8) == bytes([2] * 8)
-
 
 VIOLATIONS = {
     "alloc": lambda r, o: r.device.alloc(8, label="x"),
@@ -198,7 +56,7 @@ class Stage:
             "page": ctypes.addressof(self.page),
         }
         d.record_event(self.things["event"], rig.stream)
-        self.things["exec"] = d.instantiate(captured_add(rig, self.things["mem"]))
+        self.things["exec"] = d.instantiate(rig.capture_add(self.things["mem"]))
         d.begin_capture(rig.stream, mode)
         d.record_event(self.things["inside"], rig.stream)
 
@@ -224,17 +82,17 @@ def test_a_violation_is_refused_and_invalidates_the_capture(rig, mode, name):
 @pytest.mark.parametrize("name", sorted(UNSAFE | ON_THE_STREAM))
 def test_another_threads_calls_count_in_global_mode_only(rig, name):
     stage = Stage(rig, "global")
-    assert on_another_thread(lambda: VIOLATIONS[name](rig, stage.things)) == "capture-violation"
+    assert rig.elsewhere(lambda: VIOLATIONS[name](rig, stage.things)) == "capture-violation"
     with rig.refuses("capture-invalidated"):
         rig.device.end_capture(rig.stream)
     rig.device.begin_capture(rig.stream, "thread-local")
     if name in ON_THE_STREAM:
-        found = on_another_thread(lambda: VIOLATIONS[name](rig, stage.things))
+        found = rig.elsewhere(lambda: VIOLATIONS[name](rig, stage.things))
         assert found == "capture-violation"
         with rig.refuses("capture-invalidated"):
             rig.device.end_capture(rig.stream)
     else:
-        assert on_another_thread(lambda: VIOLATIONS[name](rig, stage.things)) is None
+        assert rig.elsewhere(lambda: VIOLATIONS[name](rig, stage.things)) is None
         rig.device.destroy_graph(rig.device.end_capture(rig.stream))
 
 
@@ -250,7 +108,7 @@ def test_a_worker_copies_on_its_own_stream_while_another_thread_captures(rig):
         rig.write(b, b"12345678", own)
         d.synchronize(own)
 
-    assert on_another_thread(worker) is None
+    assert rig.elsewhere(worker) is None
     graph_exec = d.instantiate(d.end_capture(rig.stream))
     assert rig.read(b, 8) == b"12345678"
     d.memset(b, 0, 8, rig.stream)
@@ -279,7 +137,7 @@ def test_end_capture_belongs_to_the_origin_stream_and_its_thread(rig):
         d.end_capture(other)
     d.destroy_graph(d.end_capture(rig.stream))
     d.begin_capture(rig.stream)
-    assert on_another_thread(lambda: d.end_capture(rig.stream)) == "capture-violation"
+    assert rig.elsewhere(lambda: d.end_capture(rig.stream)) == "capture-violation"
     with rig.refuses("capture-invalidated", "main"):
         d.end_capture(rig.stream)
 
@@ -348,7 +206,7 @@ def test_a_forked_stream_is_in_the_capture(rig):
     d.begin_capture(rig.stream)
     d.record_event(fork, rig.stream)
     d.wait_event(fork, side)
-    assert on_another_thread(lambda: d.synchronize(side)) == "capture-violation"
+    assert rig.elsewhere(lambda: d.synchronize(side)) == "capture-violation"
     with rig.refuses("capture-invalidated"):
         d.wait_event(fork, side)
     assert d.abort_capture_if_active(side)
