@@ -92,7 +92,8 @@ def audit(
         )
     if not halves and not overlays:
         raise RejectError("the file holds no adapter tensor", code="empty-adapter")
-    pairs = [_check_pair(index, halves[index], config, layout) for index in sorted(halves)]
+    uniform = None if config.has_patterns or not halves else (config.r, config.scale("any module"))
+    pairs = [_check_pair(index, halves[index], config, uniform, layout) for index in sorted(halves)]
     notes = _check_matched(config, halves, layout)
     peaks = _check_finite(tensors, layout.elem)
     overlay = plan_overlay(config, overlays, layout, base_rows)
@@ -179,8 +180,10 @@ def _check_pair(
     index: int,
     halves: dict[str, tuple[PairKey, Tensor]],
     config: PeftConfig,
+    uniform: tuple[int, float] | None,
     layout: SlotLayout,
 ) -> PairTensors:
+    """Both halves there, right shapes, the config's rank. ``uniform``: (rank, scale) of all."""
     place = layout.pairs[index]
     if len(halves) != 2:
         ((half, (_, tensor)),) = halves.items()
@@ -214,7 +217,10 @@ def _check_pair(
                 expected=form,
                 found=list(shape),
             )
-    rank = config.rank(key.module_name) if config.has_patterns else config.r
+    if uniform is not None:
+        rank, scale = uniform
+    else:
+        rank, scale = config.rank(key.module_name), config.scale(key.module_name)
     if not a.shape[0] == b.shape[1] == rank:
         raise RejectError(
             "config and factors disagree on the rank",
@@ -223,7 +229,7 @@ def _check_pair(
             expected=f"r = {rank}",
             found=f"A has {a.shape[0]} rows, B has {b.shape[1]} columns",
         )
-    return PairTensors(index, a, b, rank, config.scale(key.module_name))
+    return PairTensors(index, a, b, rank, scale)
 
 
 def _check_matched(

@@ -7,7 +7,8 @@ goes: A ``[r, in]`` at the head of its region, row i of B ``[out, r]`` at column
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from ...errors import InternalError
 from .layout import Elem, SlotLayout
 from .safefile import Tensor
 
-_CHUNK = 1 << 16
+_HIGH_HALF = 1 if sys.byteorder == "little" else 0
+_CHUNK = 1 << 15
 """Elements converted at a time: the temporaries stay in the second-level cache."""
 
 
@@ -32,30 +34,28 @@ class PairTensors:
     scale: float
 
 
-def f32_to_bf16(
-    source: npt.NDArray[np.float32], out: npt.NDArray[np.uint16] | None = None
-) -> npt.NDArray[np.uint16]:
+def f32_to_bf16(source: npt.NDArray[np.float32], *, finite: bool = False) -> npt.NDArray[np.uint16]:
     """float32 to BF16 bit patterns (uint16), same shape, round to nearest even.
 
     A NaN stays a NaN (quiet bit set, sign and high payload kept); overflow rounds to infinity.
-    ``out``: contiguous uint16 of the same size to write into.
+    ``finite``: the caller knows there is no NaN, which saves looking for one.
     """
-    flat = np.ascontiguousarray(source, np.float32).reshape(-1).view(np.uint32)
-    target = np.empty(flat.size, np.uint16) if out is None else out.reshape(-1)
-    rounding = np.empty(min(_CHUNK, flat.size), np.uint32)
-    for start in range(0, flat.size, _CHUNK):
-        bits = flat[start : start + _CHUNK]
-        work = rounding[: bits.size]
-        np.right_shift(bits, 16, out=work)
+    bits = np.ascontiguousarray(source, np.float32).reshape(-1).view(np.uint32)
+    target = np.empty(bits.size, np.uint16)
+    scratch = np.empty(min(_CHUNK, bits.size), np.uint32)
+    for start in range(0, bits.size, _CHUNK):
+        piece = bits[start : start + _CHUNK]
+        work = scratch[: piece.size]
+        np.right_shift(piece, 16, out=work)
         np.bitwise_and(work, 1, out=work)
         np.add(work, 0x7FFF, out=work)
-        np.add(work, bits, out=work)
-        np.right_shift(work, 16, out=work)
-        piece = target[start : start + _CHUNK]
-        piece[:] = work
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        if nan.any():
-            piece[nan] = ((bits[nan] >> 16) | 0x40).astype(np.uint16)
+        np.add(work, piece, out=work)
+        out = target[start : start + _CHUNK]
+        out[:] = work.view(np.uint16)[_HIGH_HALF::2]
+        if not finite:
+            nan = (piece & 0x7FFFFFFF) > 0x7F800000
+            if nan.any():
+                out[nan] = ((piece[nan] >> 16) | 0x40).astype(np.uint16)
     return target.reshape(source.shape)
 
 
@@ -111,21 +111,49 @@ def reuse_buffer(
 
 
 def pack_pairs(
-    pairs: Iterable[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
+    pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
 ) -> None:
-    """Write audited pairs into a zeroed slot buffer (uint8 ``[slot_bytes]``)."""
+    """Write audited (hence finite) pairs into a zeroed slot buffer (uint8 ``[slot_bytes]``)."""
     elem, stride = layout.elem, layout.stride
     size = elem.size
     slot = buffer[: layout.pairs_bytes].view(elem.numpy)
+    converted = _convert_blocks(pairs, elem)
     for pair in pairs:
         place, rank = layout.pairs[pair.index], pair.rank
-        a = to_elem(file_array(pair.a), elem).reshape(-1)
+        a = _values(pair.a, elem, converted)
         start = place.a_off // size
         slot[start : start + a.size] = a
-        b = to_elem(file_array(pair.b), elem)
+        b = _values(pair.b, elem, converted)
         start = place.b_off // size
         region = slot[start : start + place.n_out * stride]
         if rank == stride:
-            region[:] = b.reshape(-1)
+            region[:] = b
         else:
-            region.reshape(place.n_out, stride)[:, :rank] = b
+            region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
+
+
+def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.uint16]]:
+    """id(block) -> the block in BF16, for blocks of float32 only: one long conversion, not many."""
+    if elem is not Elem.BF16:
+        return {}
+    blocks: dict[int, npt.NDArray[np.uint8]] = {}
+    other: set[int] = set()
+    for tensor in (t for pair in pairs for t in (pair.a, pair.b)):
+        blocks[id(tensor.block)] = tensor.block
+        if tensor.dtype != "F32" or tensor.begin % 4:
+            other.add(id(tensor.block))
+    return {
+        key: f32_to_bf16(block[: block.nbytes // 4 * 4].view(np.float32), finite=True)
+        for key, block in blocks.items()
+        if key not in other
+    }
+
+
+def _values(
+    tensor: Tensor, elem: Elem, converted: dict[int, npt.NDArray[np.uint16]]
+) -> npt.NDArray[np.generic]:
+    """The tensor's elements, flat, in ``elem``."""
+    block = converted.get(id(tensor.block))
+    if block is not None:
+        return block[tensor.begin // 4 : tensor.end // 4]
+    return to_elem(file_array(tensor), elem).reshape(-1)

@@ -29,6 +29,11 @@ class RawAdapter:
     config: bytes
     shards: tuple[npt.NDArray[np.uint8], ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.nbytes for shard in self.shards)
+
     def digest(self) -> str:
         """SHA-256 (hex) of the config bytes followed by the bytes of every shard."""
         state = hashlib.sha256(self.config)

@@ -93,8 +93,7 @@ def stage(
     image = _image(audited, layout, packed, digest)
     names = ("read", "digest", "audit", "pack")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
-    file_bytes = sum(shard.nbytes for shard in raw.shards)
-    report = _report(config, tensors, audited, layout, file_bytes, seconds)
+    report = _report(config, tensors, audited, layout, raw.nbytes, seconds)
     return StagedAdapter(image, report, digest)
 
 
