@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         known, rest = group.split(RotaError)
         if rest is not None or known is None:
             raise
-        for error in known.exceptions:
-            Console(stderr=True).print(f"[bold red]refused[/] {error}", highlight=False)
+        for refusal in known.exceptions:
+            Console(stderr=True).print(f"[bold red]refused[/] {refusal}", highlight=False)
         return REFUSED
     except KeyboardInterrupt:
         return 130

@@ -102,11 +102,12 @@ class Stager:
             with anyio.CancelScope(shield=True):
                 # The thread cannot be stopped from outside; its flag can. Shielded, so that its
                 # image is never orphaned between the thread's end and ours.
-                return await anyio.to_thread.run_sync(
+                outcome = await anyio.to_thread.run_sync(
                     self._work, source, flag, limiter=self._limiter
                 )
         finally:
             del self._cancelled[stage]
+        return outcome
 
     def cancel(self, stage: int) -> None:
         flag = self._cancelled.get(stage)
@@ -155,5 +156,7 @@ class Stager:
             ) from error
         except MemoryError as error:
             raise StagingError("no host memory for the slot image", code="stage-memory") from error
-        after = directory_signature(Path(path), self._clock_ns()) if before is not None else None
+        after = None
+        if path is not None and before is not None:
+            after = directory_signature(Path(path), self._clock_ns())
         return StageOutcome(staged, -1, after if after == before else None)
