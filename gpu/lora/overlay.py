@@ -104,6 +104,8 @@ def plan_overlay(
                 "a tied lm_head is replaced twice", code="overlay-conflict", subject="lm_head"
             )
         head = embed
+    if layout.dims.tied and config.ensure_weight_tying and head is None:
+        head = embed  # saved once, and the config says that both matrices stay one
     for leaf, part in (("embed_tokens", embed), ("lm_head", head)):
         if part is not None and len(part) > layout.overlay_rows:
             raise RejectError(

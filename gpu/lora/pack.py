@@ -10,13 +10,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InternalError
 from .layout import Elem, SlotLayout
-from .safefile import Tensor
+from .safefile import ITEM_BYTES, Tensor
+
+_FILE_DTYPES: Final[dict[str, type[np.generic]]] = {
+    "BF16": np.uint16,
+    "F16": np.float16,
+    "F32": np.float32,
+}
 
 _HIGH_HALF = 1 if sys.byteorder == "little" else 0
 _CHUNK = 1 << 15
@@ -64,23 +71,34 @@ def bf16_to_f32(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (source.astype(np.uint32) << 16).view(np.float32)
 
 
+def as_f32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """Slot values (uint16 = BF16 bits, or float32) as float32."""
+    return (
+        bf16_to_f32(values.astype(np.uint16))
+        if values.dtype == np.uint16
+        else values.astype(np.float32)
+    )
+
+
 def file_array(tensor: Tensor) -> npt.NDArray[np.generic]:
     """The tensor's values, shaped, as the file has them: uint16 for BF16, else float16/float32."""
-    dtype = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[tensor.dtype]
-    return tensor.data.view(dtype).reshape(tensor.shape)
+    return tensor.data.view(_FILE_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
-def to_elem(values: npt.NDArray[np.generic], elem: Elem) -> npt.NDArray[np.generic]:
+def to_elem(
+    values: npt.NDArray[np.generic], elem: Elem, *, finite: bool = False
+) -> npt.NDArray[np.generic]:
     """Convert file or base values (uint16 = BF16 bits, float16, float32) to ``elem``'s numpy form.
 
-    No copy when they have it already.
+    No copy when they have it already. ``finite``: as in `f32_to_bf16`.
     """
     if values.dtype == elem.numpy:
         return values
     if values.dtype == np.uint16:
         return bf16_to_f32(values.view(np.uint16))
-    wide = values.astype(np.float32)
-    return wide if elem is Elem.F32 else f32_to_bf16(wide)
+    with np.errstate(invalid="ignore"):  # a signalling NaN in bytes nobody uses
+        wide = values.astype(np.float32, copy=False)
+    return wide if elem is Elem.F32 else f32_to_bf16(wide, finite=finite)
 
 
 def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:
@@ -132,28 +150,33 @@ def pack_pairs(
             region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
 
 
-def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.uint16]]:
-    """id(block) -> the block in BF16, for blocks of float32 only: one long conversion, not many."""
-    if elem is not Elem.BF16:
-        return {}
+def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.generic]]:
+    """id(block) -> the whole block converted, where its pairs share one dtype that needs it.
+
+    One long conversion instead of hundreds of short ones.
+    """
     blocks: dict[int, npt.NDArray[np.uint8]] = {}
-    other: set[int] = set()
+    dtypes: dict[int, set[str]] = {}
     for tensor in (t for pair in pairs for t in (pair.a, pair.b)):
         blocks[id(tensor.block)] = tensor.block
-        if tensor.dtype != "F32" or tensor.begin % 4:
-            other.add(id(tensor.block))
-    return {
-        key: f32_to_bf16(block[: block.nbytes // 4 * 4].view(np.float32), finite=True)
-        for key, block in blocks.items()
-        if key not in other
-    }
+        aligned = tensor.begin % ITEM_BYTES[tensor.dtype] == 0
+        dtypes.setdefault(id(tensor.block), set()).add(tensor.dtype if aligned else "unaligned")
+    converted: dict[int, npt.NDArray[np.generic]] = {}
+    for key, block in blocks.items():
+        if len(dtypes[key]) == 1 and (dtype := dtypes[key].pop()) in ITEM_BYTES:
+            view = block[: block.nbytes // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]]
+            values = view.view(_FILE_DTYPES[dtype])
+            if values.dtype != elem.numpy:
+                converted[key] = to_elem(values, elem, finite=True)
+    return converted
 
 
 def _values(
-    tensor: Tensor, elem: Elem, converted: dict[int, npt.NDArray[np.uint16]]
+    tensor: Tensor, elem: Elem, converted: dict[int, npt.NDArray[np.generic]]
 ) -> npt.NDArray[np.generic]:
     """The tensor's elements, flat, in ``elem``."""
     block = converted.get(id(tensor.block))
     if block is not None:
-        return block[tensor.begin // 4 : tensor.end // 4]
+        item = ITEM_BYTES[tensor.dtype]
+        return block[tensor.begin // item : tensor.end // item]
     return to_elem(file_array(tensor), elem).reshape(-1)
