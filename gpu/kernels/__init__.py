@@ -1,1 +1,1 @@
-"""TODO."""
+"""Kernels: torch reference and numba kernel side by side. Door: `host.HostKernels`."""

@@ -1,0 +1,201 @@
+"""Row-invariant linear layers on the host: weights packed once, rows cut with care.
+
+A BLAS may pick another blocking, hence another order of additions, for another number of rows.
+`LinearPacker` probes each shape once and keeps the fastest way of calling the library for which
+every probed row came out bit-identical in every probed batch: whole chunks of up to 256 rows where
+that holds, smaller ones, padded fixed-size tiles, and at the end single rows, which are invariant
+by construction.
+
+Owns the packed weights. Invariant: `linear(x)[i]` depends on x[i] alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import DeviceError
+
+logger = logging.getLogger("rota.gpu.kernels.linear")
+
+PROBE_SEED = 20
+SMALL_WEIGHT = 4_000_000
+"""Weights of up to this many elements are probed with chunks of 256 rows, larger ones with 64."""
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """How rows are given to the library: `packed` oneDNN weights or `F.linear`, and chunk bounds.
+
+    A chunk has at most `max_rows` rows; one with fewer than `min_rows` is padded with zero rows.
+    """
+
+    packed: bool
+    min_rows: int
+    max_rows: int
+
+
+class PackedLinear:
+    """y = x W^T + b with weights packed for the library. Made by `LinearPacker`."""
+
+    def __init__(
+        self, operation: Operation, plan: RowPlan, n_out: int, k_in: int, dtype: torch.dtype
+    ) -> None:
+        self._operation = operation
+        self.plan = plan
+        self.n_out = n_out
+        self.k_in = k_in
+        self.dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b.
+
+        Args:
+            x: [m, k_in] of the weight's dtype, columns contiguous.
+
+        Returns:
+            [m, n_out], newly allocated, contiguous.
+        """
+        rows = x.shape[0]
+        plan = self.plan
+        if plan.min_rows <= rows <= plan.max_rows:
+            return self._operation(x)
+        if rows == 0:
+            return x.new_empty((0, self.n_out))
+        out = x.new_empty((rows, self.n_out))
+        for start in range(0, rows, plan.max_rows):
+            part = x[start : start + plan.max_rows]
+            count = part.shape[0]
+            if count < plan.min_rows:
+                padded = x.new_zeros((plan.min_rows, self.k_in))
+                padded[:count] = part
+                part = padded
+            out[start : start + count] = self._operation(part)[:count]
+        return out
+
+
+def check_row_invariance(
+    linear: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[int]
+) -> bool:
+    """Tell whether rows of `linear` are bit-identical for every batch size in `sizes`.
+
+    Args:
+        linear: a `PackedLinear`, or anything callable with its `k_in` and `dtype`.
+        sizes: batch sizes to compare; each is run with the same rows at two different places.
+    """
+    k_in: int = getattr(linear, "k_in")  # noqa: B009
+    dtype: torch.dtype = getattr(linear, "dtype")  # noqa: B009
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    shift = 3
+    largest = max(sizes)
+    x = torch.randn((largest + shift, k_in), generator=generator).to(dtype)
+    alone = torch.cat([linear(x[row : row + 1]) for row in range(min(16, largest + shift))])
+    whole = [linear(x[:largest]), linear(x[shift:])]
+    if not torch.equal(whole[0][: alone.shape[0]], alone[:largest]):
+        return False
+    if not torch.equal(whole[0][shift:], whole[1][: largest - shift]):
+        return False
+    for size in sizes:
+        for start in (0, largest - size):
+            if not torch.equal(linear(x[start : start + size]), whole[0][start : start + size]):
+                return False
+    return True
+
+
+class LinearPacker:
+    """Packs weights of one dtype; remembers the plan found for each shape."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._plans: dict[tuple[int, int], RowPlan] = {}
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Pack `weight`; the caller may drop it afterwards unless the plan is not `packed`.
+
+        Args:
+            weight: [n_out, k_in] of the packer's dtype.
+            bias: [n_out] or None.
+
+        Raises:
+            DeviceError: "bad-weight" for another dtype or shape.
+        """
+        if weight.dim() != 2 or weight.dtype != self.dtype:
+            raise DeviceError(
+                "a linear weight has the wrong shape or dtype",
+                code="bad-weight",
+                expected=f"[n_out, k_in] of {self.dtype}",
+                found=f"{list(weight.shape)} of {weight.dtype}",
+            )
+        n_out, k_in = weight.shape
+        plan = self._plans.get((n_out, k_in))
+        if plan is not None:
+            return self._build(weight, bias, plan)
+        small = n_out * k_in <= SMALL_WEIGHT
+        for plan in _candidates(256 if small else 64):
+            try:
+                linear = self._build(weight, bias, plan)
+                sizes = [size for size in _PROBE_SIZES if size <= plan.max_rows]
+                # Rows above the chunk bound exercise the cut itself.
+                holds = plan.max_rows == 1 or check_row_invariance(
+                    linear, [*sizes, plan.max_rows + 1]
+                )
+            except (RuntimeError, AttributeError, NotImplementedError) as error:
+                logger.info("linear %dx%d: %s not usable: %s", n_out, k_in, plan, error)
+                continue
+            if holds:
+                logger.debug("linear %dx%d %s: %s", n_out, k_in, self.dtype, plan)
+                self._plans[n_out, k_in] = plan
+                return linear
+        raise DeviceError(
+            "no linear operation works on this machine", code="no-linear", subject=f"{n_out}x{k_in}"
+        )
+
+    def _build(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, plan: RowPlan
+    ) -> PackedLinear:
+        n_out, k_in = weight.shape
+        if plan.packed:
+            operation = _packed_operation(weight, bias)
+        else:
+            operation = _plain_operation(weight, bias)
+        return PackedLinear(operation, plan, n_out, k_in, self.dtype)
+
+
+_PROBE_SIZES = (1, 2, 3, 5, 8, 13, 16, 17, 24, 25, 31, 32, 33, 48, 63, 64, 65, 100, 128, 200, 256)
+
+
+def _candidates(largest: int) -> list[RowPlan]:
+    plans = []
+    for packed in (True, False):
+        for max_rows in (largest, 128, 64, 16):
+            if max_rows <= largest:
+                plans += [RowPlan(packed, 1, max_rows), RowPlan(packed, 2, max_rows)]
+        plans.append(RowPlan(packed, 16, 16))
+    plans.append(RowPlan(False, 1, 1))
+    return plans
+
+
+def _packed_operation(weight: torch.Tensor, bias: torch.Tensor | None) -> Operation:
+    ops = torch.ops.mkldnn
+    # The hint is the number of rows oneDNN lays the weight out for; these two were found invariant.
+    hint = 1 if weight.dtype == torch.bfloat16 else 16
+    packed = ops._reorder_linear_weight(weight.contiguous(), hint)
+    pointwise = ops._linear_pointwise
+
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = pointwise(x, packed, bias, "none", [], "")
+        return y
+
+    return operation
+
+
+def _plain_operation(weight: torch.Tensor, bias: torch.Tensor | None) -> Operation:
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return operation
