@@ -13,6 +13,7 @@ from ..errors import (
     RequestError,
     RotaError,
     StagingError,
+    WireError,
 )
 from .core.events import Failure
 
@@ -25,6 +26,7 @@ _CLASSES: dict[str, type[RotaError]] = {
     "device": DeviceError,
     "model": ModelError,
     "closed": EngineClosedError,
+    "wire": WireError,
     "internal": InternalError,
 }
 _KINDS = {cls: kind for kind, cls in _CLASSES.items()}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RequestError,
         RotaError,
         StagingError,
+        WireError,
     )
     from .gpu.model.sampling import SamplingParams
     from .sched.engine import DEFAULT, AdapterReply, Engine
@@ -44,6 +45,7 @@ _HOMES = {
     "RequestError": ".errors",
     "RotaError": ".errors",
     "StagingError": ".errors",
+    "WireError": ".errors",
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "RotaError",
     "SamplingParams",
     "StagingError",
+    "WireError",
 ]
 
 

@@ -103,6 +103,12 @@ class EngineClosedError(RotaError):
     default_code = "engine-closed"
 
 
+class WireError(RotaError):
+    """Bytes from the other end of a connection break the protocol, or the ends do not match."""
+
+    default_code = "wire-error"
+
+
 class InternalError(RotaError):
     """A broken invariant: a bug in rota. Carries the story of the thing that broke."""
 
