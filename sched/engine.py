@@ -12,35 +12,27 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
-import anyio.abc
 import msgspec
 
-from ..errors import EngineClosedError, RequestError
-from ..gpu.device import open_device
+from ..errors import CommandError, EngineClosedError, RequestError, RotaError
 from ..gpu.lora.report import LoadReport
 from ..gpu.lora.source import AdapterSource, BytesSource, DirectorySource
-from ..gpu.lora.stage import stage
-from ..gpu.model.runner import Runner
 from ..gpu.model.sampling import SamplingParams
 from .config import EngineConfig
-from .core import Core, CoreConfig, Stats
+from .core import Stats
 from .core import events as ev
 from .generation import Generation
+from .lifecycle import Parts
 from .shell import Pending, Shell
-from .staging import Stager
 from .streams import Stream
-from .text.chat import ChatTemplate
 from .text.sink import TextSink
 from .text.tokenizer import Tokenizer
-from .wake import loop_poster
-from .worker import DeviceThread
 
 _log = logging.getLogger("rota.sched.engine")
 
@@ -90,101 +82,21 @@ class Engine:
         adapters: Mapping[str, Source] | None = None,
         **options: Any,
     ) -> None:
-        self.config = msgspec.convert(options, EngineConfig, strict=True, from_attributes=False)
+        self.config = _config(options)
         self._model_dir = Path(model_dir)
         self._adapters = dict(adapters or {})
-        self._stack = AsyncExitStack()
-        self._shell: Shell | None = None
-        self._core: Core | None = None
-        self._thread: DeviceThread | None = None
-        self._runner: Runner | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._chat: ChatTemplate | None = None
+        self._parts: Parts | None = None
         self._rng = random.Random(self.config.seed)
 
     # life time ----------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
-        config = self.config
-        self._thread = DeviceThread(limit=4 * (config.max_running + config.max_loras) + 64)
-        self._thread.start()
+        self._parts = await Parts.open(self.config, self._model_dir)
         try:
-            await self._open()
+            await self._load_startup()
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._shut()
+            await self.aclose()
             raise
         return self
-
-    async def _open(self) -> None:
-        config = self.config
-        self._runner = runner = await self._on_device(self._load_runner)
-        self._tokenizer = await anyio.to_thread.run_sync(Tokenizer.from_dir, self._model_dir)
-        self._chat = await anyio.to_thread.run_sync(ChatTemplate.from_dir, self._model_dir)
-        info = runner.info
-        self._core = Core(
-            CoreConfig(
-                max_loras=config.max_loras,
-                num_blocks=info.num_blocks,
-                max_context=info.context_length,
-                block_size=info.block_size,
-                max_running=config.max_running,
-                max_waiting=config.max_waiting,
-                max_step_tokens=config.max_step_tokens,
-                mixed_step_tokens=config.mixed_step_tokens,
-                drain_after_s=config.drain_after_s,
-                image_cache_bytes=config.image_cache_bytes,
-            )
-        )
-        stager = Stager(self._stage, workers=config.stage_workers, clock_ns=time.time_ns)
-        assert self._thread is not None
-        self._shell = Shell(self._core, runner, self._thread, stager)
-        tasks = await self._stack.enter_async_context(anyio.create_task_group())
-        await tasks.start(partial(self._shell.run))
-        async with anyio.create_task_group() as loads:
-            for name, source in self._adapters.items():
-                loads.start_soon(partial(self.load, name, source, pin=config.pin_adapters))
-
-    def _load_runner(self) -> Runner:
-        config = self.config
-        device = open_device(config.device)
-        try:
-            return Runner.load(
-                self._model_dir,
-                device,
-                dtype=config.dtype,
-                max_loras=config.max_loras,
-                max_lora_rank=config.max_lora_rank,
-                overlay_rows=config.overlay_rows,
-                kv_bytes=config.kv_bytes,
-                max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
-                max_sequences=config.max_running,
-                use_numba=config.use_numba,
-            )
-        except BaseException:
-            device.close()
-            raise
-
-    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> Any:
-        assert self._runner is not None
-        return stage(source, self._runner.layout, cancelled=cancelled)
-
-    async def _on_device(self, job: Callable[[], Any]) -> Any:
-        """Run ``job`` on the device thread and wait; a cancelled wait still waits for its end."""
-        post, done = loop_poster(), anyio.Event()
-        box: list[Any] = []
-
-        def finished(result: Any, error: BaseException | None) -> None:
-            box.extend((result, error))
-            post(done.set)
-
-        assert self._thread is not None
-        self._thread.put(job, finished)
-        with anyio.CancelScope(shield=True):
-            await done.wait()
-        result, error = box
-        if error is not None:
-            raise error
-        return result
 
     async def __aexit__(
         self,
@@ -192,33 +104,39 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._shut()
+        await self.aclose()
 
     async def aclose(self) -> None:
-        """End everything now; what runs gets EngineClosedError. Bounded by ``close_timeout_s``."""
-        with anyio.CancelScope(shield=True):
-            await self._shut()
+        """End everything now; what runs gets EngineClosedError. Bounded by ``close_timeout_s``.
+        Called by the task that entered the engine."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            with anyio.CancelScope(shield=True):
+                await parts.close()
 
-    async def _shut(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        if self._shell is not None:
-            self._shell.close()
-            with anyio.move_on_after(self.config.close_timeout_s) as scope:
-                await self._shell.closed.wait()
-            if scope.cancelled_caught:
-                _log.error("the device did not finish within %.1f s", self.config.close_timeout_s)
-                self._shell.abort("the engine did not close in time")
-        await self._stack.aclose()
-        if self._runner is not None:
-            thread.put(self._runner.close, _closed)
-        thread.stop()
-        joined = await anyio.to_thread.run_sync(thread.join, self.config.close_timeout_s)
-        if not joined:
-            _log.error("the device thread still runs; it is left behind as a daemon")
-        self._runner = None
+    async def _load_startup(self) -> None:
+        """All start-up adapters, staged side by side; the first refusal stops the start."""
+        failed: list[RotaError] = []
+        if len(self._adapters) > self.config.max_loras:
+            raise CommandError(
+                "more start-up adapters than slots; raise max_loras",
+                code="too-many-adapters",
+                expected=f"at most {self.config.max_loras}",
+                found=len(self._adapters),
+            )
+
+        async def one(name: str, source: Source, scope: anyio.CancelScope) -> None:
+            try:
+                await self.load(name, source, pin=self.config.pin_adapters)
+            except RotaError as error:
+                failed.append(error)
+                scope.cancel()
+
+        async with anyio.create_task_group() as loads:
+            for name, source in self._adapters.items():
+                loads.start_soon(one, name, source, loads.cancel_scope)
+        if failed:
+            raise failed[0]
 
     # generating ---------------------------------------------------------------------------------
     def generate(
@@ -238,11 +156,11 @@ class Engine:
         iterator or cancelling the task cancels the request. The request is queued at once;
         refusals (RequestError, CapacityError, EngineClosedError) are raised by the iterator.
         """
-        shell, runner = self._live()
+        parts = self._live()
+        shell, info = parts.shell, parts.runner.info
         sampling = sampling or SamplingParams()
-        assert self._tokenizer is not None
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else [*prompt]
-        vocab = runner.info.vocab_size
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*prompt]
+        vocab = info.vocab_size
         for position, token in enumerate(ids):
             if not 0 <= token < vocab:
                 raise RequestError(
@@ -255,11 +173,15 @@ class Engine:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._rng.getrandbits(63))
         seq = shell.new_id()
-        text = TextSink(self._tokenizer, sampling.stop, ids)
+        text = None
+        if parts.tokenizer is not None:
+            text = TextSink(parts.tokenizer, sampling.stop, ids)
+        elif sampling.stop:
+            raise _no_tokenizer()
         stream = Stream(seq, text, shell.stop_matched)
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            stop_ids.update(runner.info.eos_ids)
+            stop_ids.update(info.eos_ids)
         use_default = isinstance(adapter, _Default)
         event = ev.Submit(
             seq=seq,
@@ -286,10 +208,8 @@ class Engine:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat, by the model's own template. Raises RequestError."""
-        self._live()
-        assert self._tokenizer is not None and self._chat is not None
-        text = self._chat.render(messages)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        text = self._live().chat.render(messages)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     # adapters -----------------------------------------------------------------------------------
     async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:
@@ -345,7 +265,7 @@ class Engine:
         return await self._command(lambda shell, i: ev.Prefetch(i, name, _optional(shell, source)))
 
     async def _command(self, make: Callable[[Shell, int], ev.Command]) -> AdapterReply:
-        shell, _ = self._live()
+        shell = self._live().shell
         begin = time.perf_counter()
         pending: Pending = await shell.command(partial(make, shell))
         reply = pending.reply
@@ -364,36 +284,47 @@ class Engine:
     # looking in ---------------------------------------------------------------------------------
     def stats(self) -> Stats:
         """A frozen snapshot of slots, adapters, queues and totals."""
-        self._live()
-        assert self._core is not None
-        return self._core.stats()
+        return self._live().core.stats()
 
     def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""
-        self._live()
-        assert self._core is not None
-        return self._core.story(subject)
+        return self._live().core.story(subject)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        self._live()
-        assert self._tokenizer is not None
-        return self._tokenizer
+        """The model's tokenizer. Raises RequestError ``no-tokenizer`` if the model has none."""
+        tokenizer = self._live().tokenizer
+        if tokenizer is None:
+            raise _no_tokenizer()
+        return tokenizer
 
     @property
     def info(self) -> Any:
         """What is served (frozen): family, dtype, vocabulary, context length, KV blocks."""
-        return self._live()[1].info
+        return self._live().runner.info
 
-    def _live(self) -> tuple[Shell, Runner]:
-        if self._shell is None or self._runner is None or self._thread is None:
+    def _live(self) -> Parts:
+        if self._parts is None:
             raise EngineClosedError("the engine is not running")
-        return self._shell, self._runner
+        return self._parts
 
 
-def _closed(_: Any, error: BaseException | None) -> None:
-    if error is not None:
-        _log.error("closing the device failed: %s", error)
+def _config(options: Mapping[str, Any]) -> EngineConfig:
+    try:
+        return msgspec.convert(options, EngineConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"an engine option is not understood: {error}",
+            code="bad-option",
+            expected="the fields of rota.sched.config.EngineConfig",
+        ) from error
+
+
+def _no_tokenizer() -> RequestError:
+    return RequestError(
+        "the model directory has no tokenizer.json; send token ids, without stop strings",
+        code="no-tokenizer",
+    )
 
 
 def _source(source: Source) -> AdapterSource:

@@ -1,0 +1,164 @@
+"""Starting and stopping an engine's parts, in order, at any point of failure.
+
+Owns the order: device thread, runner (made on that thread), tokenizer, core, shell; and back. What
+was opened is closed exactly once, also when opening fails half way or is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from ..errors import ModelError
+from ..gpu.device import open_device
+from ..gpu.lora.source import AdapterSource
+from ..gpu.lora.stage import stage
+from ..gpu.model.runner import Runner
+from .config import EngineConfig
+from .core import Core, CoreConfig
+from .shell import Shell
+from .staging import Stager
+from .text.chat import ChatTemplate
+from .text.tokenizer import Tokenizer
+from .wake import loop_poster
+from .worker import DeviceThread
+
+_log = logging.getLogger("rota.sched.lifecycle")
+
+
+class Parts:
+    """A running engine's parts. Made by :meth:`open`; :meth:`close` ends them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.thread = DeviceThread(limit=4 * (config.max_running + config.max_loras) + 64)
+        self.stack = AsyncExitStack()
+        self.runner: Runner
+        self.core: Core
+        self.shell: Shell
+        self.tokenizer: Tokenizer | None = None
+        self.chat: ChatTemplate
+
+    @classmethod
+    async def open(cls, config: EngineConfig, model_dir: Path) -> Parts:
+        """Start everything. Raises ModelError or DeviceError; then nothing stays allocated."""
+        parts = cls(config)
+        parts.thread.start()
+        try:
+            await parts._open(model_dir)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await parts.close()
+            raise
+        return parts
+
+    async def _open(self, model_dir: Path) -> None:
+        config = self.config
+        self.runner = await self._on_device(partial(_load_runner, config, model_dir))
+        self.tokenizer = await anyio.to_thread.run_sync(_load_tokenizer, model_dir)
+        self.chat = await anyio.to_thread.run_sync(ChatTemplate.from_dir, model_dir)
+        info = self.runner.info
+        self.core = Core(
+            CoreConfig(
+                max_loras=config.max_loras,
+                num_blocks=info.num_blocks,
+                max_context=info.context_length,
+                block_size=info.block_size,
+                max_running=config.max_running,
+                max_waiting=config.max_waiting,
+                max_step_tokens=config.max_step_tokens,
+                mixed_step_tokens=config.mixed_step_tokens,
+                drain_after_s=config.drain_after_s,
+                image_cache_bytes=config.image_cache_bytes,
+            )
+        )
+        stager = Stager(self._stage, workers=config.stage_workers, clock_ns=time.time_ns)
+        shell = Shell(self.core, self.runner, self.thread, stager)
+        tasks = await self.stack.enter_async_context(anyio.create_task_group())
+        await tasks.start(partial(shell.run))
+        self.shell = shell
+
+    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> Any:
+        runner = self.runner
+        return stage(source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled)
+
+    async def _on_device(self, job: Callable[[], Any]) -> Any:
+        """Run ``job`` on the device thread and wait; a cancelled wait still waits for its end."""
+        post, done = loop_poster(), anyio.Event()
+        box: list[Any] = []
+
+        def finished(result: Any, error: BaseException | None) -> None:
+            box.extend((result, error))
+            post(done.set)
+
+        self.thread.put(job, finished)
+        with anyio.CancelScope(shield=True):
+            await done.wait()
+        result, error = box
+        if error is not None:
+            raise error
+        return result
+
+    async def close(self) -> None:
+        """End everything, once; bounded by twice ``close_timeout_s``. To be called shielded."""
+        limit = self.config.close_timeout_s
+        shell = getattr(self, "shell", None)
+        if shell is not None:
+            shell.close()
+            with anyio.move_on_after(limit) as scope:
+                await shell.closed.wait()
+            if scope.cancelled_caught:
+                _log.error("the device did not finish within %.1f s", limit)
+                shell.abort("the engine did not close in time")
+        await self.stack.aclose()
+        runner = getattr(self, "runner", None)
+        if runner is not None:
+            self.thread.put(runner.close, _closed)
+        self.thread.stop()
+        if not await anyio.to_thread.run_sync(self.thread.join, limit):
+            _log.error("the device thread still runs; it is left behind as a daemon")
+
+
+def _load_runner(config: EngineConfig, model_dir: Path) -> Runner:
+    device = open_device(config.device)
+    try:
+        return Runner.load(
+            model_dir,
+            device,
+            dtype=config.dtype,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            overlay_rows=config.overlay_rows,
+            kv_bytes=config.kv_bytes,
+            max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
+            max_sequences=config.max_running,
+            use_numba=config.use_numba,
+        )
+    except BaseException:
+        device.close()
+        raise
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
+    """The tokenizer, or ``None`` for a checkpoint without one: it is served by token ids only."""
+    try:
+        return Tokenizer.from_dir(model_dir)
+    except ModelError as error:
+        if error.code != "no-tokenizer":
+            raise
+        _log.info("no tokenizer.json beside the model: token ids only")
+        return None
+
+
+def _closed(_: Any, error: BaseException | None) -> None:
+    if error is not None:
+        _log.error("closing the device failed: %s", error)
