@@ -21,12 +21,12 @@ import anyio
 import msgspec
 
 from ..errors import CommandError, EngineClosedError, RequestError, RotaError
-from ..gpu.lora.report import LoadReport
 from ..gpu.lora.source import AdapterSource, BytesSource, DirectorySource
 from ..gpu.model.sampling import SamplingParams
 from .config import EngineConfig
 from .core import Stats
 from .core import events as ev
+from .face import DEFAULT, AdapterReply, Default, Source
 from .generation import Generation
 from .lifecycle import Parts
 from .shell import Pending, Shell
@@ -35,37 +35,6 @@ from .text.sink import TextSink
 from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger("rota.sched.engine")
-
-
-class _Default:
-    """The marker ``rota.DEFAULT``: whatever adapter is the default at submission."""
-
-    def __repr__(self) -> str:
-        return "rota.DEFAULT"
-
-
-DEFAULT = _Default()
-
-Source = str | os.PathLike[str] | tuple[bytes, bytes] | AdapterSource
-
-
-class AdapterReply(msgspec.Struct, frozen=True):
-    """Answer to an adapter command.
-
-    ``outcome``: ``done``, ``unchanged`` (the content was the same), ``resident``, ``prefetched``,
-    ``registered``, ``unloaded``, ``still-draining`` or ``cancelled``. ``slot`` -1 = in no slot.
-    ``evicted``: the name that lost its slot. ``report``: what the audit saw, when it ran.
-    ``seconds``: from the call to the answer.
-    """
-
-    outcome: str
-    name: str | None
-    slot: int
-    generation: int
-    adapter_id: int
-    evicted: str | None
-    report: LoadReport | None
-    seconds: float
 
 
 class Engine:
@@ -142,7 +111,7 @@ class Engine:
     def generate(
         self,
         prompt: str | Sequence[int],
-        adapter: str | _Default | None = DEFAULT,
+        adapter: str | Default | None = DEFAULT,
         sampling: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -182,11 +151,11 @@ class Engine:
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids.update(info.eos_ids)
-        use_default = isinstance(adapter, _Default)
+        use_default = isinstance(adapter, Default)
         event = ev.Submit(
             seq=seq,
             prompt=tuple(ids),
-            adapter=None if isinstance(adapter, _Default) else adapter,
+            adapter=None if isinstance(adapter, Default) else adapter,
             use_default=use_default,
             max_tokens=sampling.max_tokens,
             stop_ids=tuple(sorted(stop_ids)),
@@ -200,7 +169,7 @@ class Engine:
     async def complete(
         self,
         prompt: str | Sequence[int],
-        adapter: str | _Default | None = DEFAULT,
+        adapter: str | Default | None = DEFAULT,
         sampling: SamplingParams | None = None,
     ) -> str:
         """The whole text of one generation."""

@@ -36,6 +36,15 @@ class Generation:
             raise StopAsyncIteration
         return event
 
+    async def take(self, limit: int) -> list[GenerationEvent]:
+        """The next events, one at least and ``limit`` at most, as many as are at hand; empty after
+        the last. For readers that hand events on in bulk."""
+        try:
+            return await self._stream.take(limit)
+        except BaseException:
+            self.cancel()
+            raise
+
     def cancel(self) -> None:
         """End the request if it has not ended; its last event then says ``cancelled``."""
         if not self._stream.ended:

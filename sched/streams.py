@@ -124,6 +124,17 @@ class Stream:
     def _tail(self) -> str:
         return "" if self._stopped or self._text is None else self._text.finish()
 
+    async def take(self, limit: int) -> list[GenerationEvent]:
+        """At least one event and at most ``limit``: what can be read without waiting twice; empty
+        after the last. Raises the error that ended the stream."""
+        first = await self.next()
+        if first is None:
+            return []
+        taken = [first]
+        while self._events and len(taken) < limit:
+            taken.append(self._events.popleft())
+        return taken
+
     async def next(self) -> GenerationEvent | None:
         """The next event, or ``None`` after the last. Raises the error that ended the stream."""
         while True:

@@ -24,14 +24,15 @@ if TYPE_CHECKING:
         WireError,
     )
     from .gpu.model.sampling import SamplingParams
-    from .sched.engine import DEFAULT, AdapterReply, Engine
+    from .sched.engine import Engine
+    from .sched.face import DEFAULT, AdapterReply
     from .sched.streams import GenerationEvent
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "AdapterReply": ".sched.engine",
-    "DEFAULT": ".sched.engine",
+    "AdapterReply": ".sched.face",
+    "DEFAULT": ".sched.face",
     "Engine": ".sched.engine",
     "GenerationEvent": ".sched.streams",
     "SamplingParams": ".gpu.model.sampling",

@@ -184,6 +184,16 @@ async def test_leaving_the_loop_cancels_and_gives_the_lease_back() -> None:
         assert stats.slots[0].state == "READY"
 
 
+async def test_events_can_be_taken_in_bulk() -> None:
+    async with running() as sim:
+        stream = sim.generate(None, n=9)
+        first = await stream.take(4)
+        assert len(first) == 1, "what is at hand, without waiting for more"
+        await anyio.sleep(1)
+        sizes = [len(await stream.take(5)) for _ in range(3)]
+        assert sizes == [5, 3, 0]
+
+
 async def test_a_cancelled_reader_ends_its_request() -> None:
     async with running() as sim:
         with anyio.move_on_after(3 * STEP_S):
