@@ -80,7 +80,7 @@ def read_directory(
     """
     try:
         root = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the path
         raise _unreadable(path.name, error) from error
     if not root.is_dir():
         raise StagingError(
@@ -177,30 +177,31 @@ def _read(root: Path, name: str, limit: int, code: str) -> npt.NDArray[np.uint8]
         # O_NOFOLLOW on the resolved path: a link put there since then is refused, not followed.
         # O_NONBLOCK: opening a FIFO must not wait for a writer.
         handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unreadable(name, error) from error
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise RejectError("not a plain file", code="not-a-plain-file", subject=name)
+        if status.st_size > limit:
+            raise _too_large(code, name, limit, status.st_size)
+        buffer = np.empty(status.st_size, np.uint8)
+        view, filled = buffer.data, 0
+        while filled < status.st_size:
+            count = os.readv(handle, [view[filled:]])
+            if count == 0:
+                raise StagingError(
+                    "the file shrank while it was read",
+                    code="adapter-unreadable",
+                    subject=name,
+                    expected=status.st_size,
+                    found=filled,
+                )
+            filled += count
     except OSError as error:
         raise _unreadable(name, error) from error
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        try:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise RejectError("not a plain file", code="not-a-plain-file", subject=name)
-            if status.st_size > limit:
-                raise _too_large(code, name, limit, status.st_size)
-            buffer = np.empty(status.st_size, np.uint8)
-            view, filled = buffer.data, 0
-            while filled < status.st_size:
-                count = file.readinto(view[filled:])
-                if not count:
-                    raise StagingError(
-                        "the file shrank while it was read",
-                        code="adapter-unreadable",
-                        subject=name,
-                        expected=status.st_size,
-                        found=filled,
-                    )
-                filled += count
-        except OSError as error:
-            raise _unreadable(name, error) from error
+    finally:
+        os.close(handle)
     return buffer
 
 

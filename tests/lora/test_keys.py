@@ -1,0 +1,176 @@
+"""Tensor keys: accepted spellings, every refusal, and none skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.errors import RejectError
+from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.keys import OverlayKey, PairKey, canonical_keys, classify
+
+Q = "layers.1.self_attn.q_proj"
+ACCEPTED = [
+    f"base_model.model.model.{Q}.lora_A.weight",
+    f"base_model.model.{Q}.lora_A.weight",
+    f"base_model.model.model.model.{Q}.lora_A.weight",
+    f"base_model.model.model.language_model.{Q}.lora_A.weight",
+    f"base_model.model.language_model.model.{Q}.lora_A.weight",
+    f"base_model.model.language_model.{Q}.lora_A.weight",
+    f"model.{Q}.lora_A.weight",
+    f"{Q}.lora_A.weight",
+    f"model.language_model.{Q}.lora_A.weight",
+    f"_orig_mod.base_model.model.model.{Q}.lora_A.weight",
+    f"base_model.model._orig_mod.model.{Q}.lora_A.weight",
+    "base_model.model.model.layers.1._checkpoint_wrapped_module.self_attn.q_proj.lora_A.weight",
+    "base_model.model.model.layers.1.self_attn._orig_mod.q_proj.lora_A.weight",
+]
+
+
+@pytest.mark.parametrize("key", ACCEPTED)
+def test_accepted_spellings(kit: Any, key: str) -> None:
+    found = classify(key, kit.dims)
+    assert isinstance(found, PairKey)
+    assert (found.layer, found.module, found.half) == (1, LoraModule.Q_PROJ, "A")
+    assert found.module_name.endswith(Q) and "base_model" not in found.module_name
+    other = classify(key.replace("lora_A", "lora_B"), kit.dims)
+    assert isinstance(other, PairKey) and other.half == "B"
+
+
+@pytest.mark.parametrize("name", ["default", "lora", "my_adapter"])
+def test_adapter_name_infix(kit: Any, name: str) -> None:
+    found = classify(f"base_model.model.model.{Q}.lora_B.{name}.weight", kit.dims)
+    assert isinstance(found, PairKey)
+    assert (found.half, found.adapter_name) == ("B", name)
+
+
+REFUSED = [
+    ("encoder.weight", "not-peft-key"),
+    ("", "not-peft-key"),
+    ("model.layers.0.self_attn.q_proj.weight", "not-peft-key"),
+    ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding-lora"),
+    ("base_model.model.model.embed_tokens.lora_embedding_B", "embedding-lora"),
+    (f"base_model.model.model.{Q}.lora_C.weight", "unrecognized-tensor"),
+    (f"base_model.model.model.{Q}.weight", "unrecognized-tensor"),
+    (f"base_model.model.model.{Q}.lora_A.a.b.weight", "unrecognized-tensor"),
+    (f"base_model.model.model.{Q}.lora_A", "unrecognized-tensor"),
+    (f"base_model.model.model.{Q}.base_layer.weight", "unrecognized-tensor"),
+    ("base_model.model.lm_head.base_layer.weight", "unrecognized-tensor"),
+    ("base_model.model.model.embed_tokens.token_adapter.base_layer.weight", "unrecognized-tensor"),
+    (f"model.{Q}.lora_a", "unrecognized-tensor"),
+    (f"base_model.model.model.{Q}.lora_magnitude_vector", "use_dora"),
+    (f"base_model.model.model.{Q}.lora_magnitude_vector.default.weight", "use_dora"),
+    (f"base_model.model.model.{Q}.lora_B.bias", "lora_bias"),
+    (f"base_model.model.model.{Q}.base_layer.bias", "bias"),
+    ("base_model.model.lm_head.lora_A.weight", "non-layer-module"),
+    ("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight", "non-layer-module"),
+    (f"base_model.model.model.visual.{Q}.lora_A.weight", "foreign-layer"),
+    (f"base_model.model.vision_tower.{Q}.lora_A.weight", "foreign-layer"),
+    (f"base_model.model.mtp.{Q}.lora_A.weight", "foreign-layer"),
+    (f"base_model.model.model.model.model.model.model.{Q}.lora_A.weight", "foreign-layer"),
+    ("base_model.model.model.layers.lora_A.weight", "malformed-key"),
+    ("base_model.model.model.layers.1.lora_A.weight", "malformed-key"),
+    ("base_model.model.model.layers.x.self_attn.q_proj.lora_A.weight", "malformed-layer-index"),
+    ("base_model.model.model.layers.-1.self_attn.q_proj.lora_A.weight", "malformed-layer-index"),
+    ("base_model.model.model.layers.01.self_attn.q_proj.lora_A.weight", "malformed-layer-index"),
+    (
+        "base_model.model.model.layers.\u0661.self_attn.q_proj.lora_A.weight",
+        "malformed-layer-index",
+    ),
+    ("base_model.model.model.layers.1000000.mlp.up_proj.lora_A.weight", "malformed-layer-index"),
+    ("base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight", "layer-out-of-range"),
+    (
+        "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight",
+        "expert-lora-on-dense-model",
+    ),
+    (
+        "base_model.model.model.layers.0.mlp.experts.gate_up_proj.lora_A.weight",
+        "expert-lora-on-dense-model",
+    ),
+    ("base_model.model.model.layers.0.linear_attn.out_proj.lora_A.weight", "gdn-target"),
+    ("base_model.model.model.layers.0.linear_attn.in_proj_qkv.lora_A.weight", "gdn-target"),
+    ("base_model.model.model.layers.0.mlp.gate.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.mlp.q_proj.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.self_attn.x.q_proj.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.q_proj.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.input_layernorm.weight", "unrecognized-tensor"),
+]
+
+
+@pytest.mark.parametrize(("key", "code"), REFUSED)
+def test_refused_keys(kit: Any, key: str, code: str) -> None:
+    with pytest.raises(RejectError) as caught:
+        classify(key, kit.dims)
+    assert (caught.value.code, caught.value.subject) == (code, key)
+
+
+def test_a_place_the_predicate_denies(kit: Any) -> None:
+    class Hybrid(ModelDims):
+        def applies_to_layer(self, layer: int, module: LoraModule) -> bool:
+            return layer == 0 and super().applies_to_layer(layer, module)
+
+    hybrid = Hybrid(**dataclasses.asdict(kit.dims))
+    assert isinstance(classify(ACCEPTED[0].replace("layers.1", "layers.0"), hybrid), PairKey)
+    with pytest.raises(RejectError) as caught:
+        classify(ACCEPTED[0], hybrid)
+    assert caught.value.code == "non-full-attention-layer"
+    assert len(dict(canonical_keys(hybrid))) == 2 * 7 * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "leaf", "kind"),
+    [
+        ("base_model.model.lm_head.weight", "lm_head", "full"),
+        ("base_model.model.model.embed_tokens.weight", "embed_tokens", "full"),
+        ("model.embed_tokens.weight", "embed_tokens", "full"),
+        ("base_model.model.lm_head.modules_to_save.weight", "lm_head", "full"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head", "full"),
+        (
+            "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
+            "embed_tokens",
+            "rows",
+        ),
+        (
+            "base_model.model.model.language_model.embed_tokens.token_adapter"
+            ".trainable_tokens_delta.default",
+            "embed_tokens",
+            "rows",
+        ),
+    ],
+)
+def test_overlay_keys(kit: Any, key: str, leaf: str, kind: str) -> None:
+    found = classify(key, kit.dims)
+    assert isinstance(found, OverlayKey)
+    assert (found.leaf, found.kind) == (leaf, kind)
+
+
+def test_known_keys_agree_with_parsing(kit: Any) -> None:
+    known = dict(canonical_keys(kit.dims))
+    assert len(known) == 2 * 2 * 7 * 2
+    for key, place in known.items():
+        assert classify(key, kit.dims) == place
+
+
+words = st.sampled_from(
+    "base_model model layers 0 1 9 self_attn mlp q_proj up_proj lora_A lora_B weight bias "
+    "default language_model lm_head embed_tokens experts token_adapter _orig_mod".split()
+) | st.text(max_size=4)
+
+
+@given(key=st.lists(words, max_size=9).map(".".join))
+def test_every_key_gets_exactly_one_answer(key: str) -> None:
+    dims = ModelDims(2, 8, 12, 4, 10, 6, 16)
+    try:
+        found = classify(key, dims)
+    except RejectError as refusal:
+        assert refusal.subject == key[:300]
+        return
+    if isinstance(found, PairKey):
+        assert dims.applies_to_layer(found.layer, found.module)
+    else:
+        assert found.leaf in ("embed_tokens", "lm_head")

@@ -1,0 +1,148 @@
+"""Slot layout: published sizes, exact tiling, alignment, and what the fingerprint sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.errors import ModelError
+from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.layout import Elem, SlotLayout
+
+# 12 full-attention layers of a 48-layer hybrid: heads 16/2 of 256, gated q, inter 5120.
+FACTORY = ModelDims(12, 2048, 8192, 512, 4096, 5120, 151_936)
+# The 6 full-attention layers of a 0.8B hybrid: heads 8/2 of 256, gated q, inter 3584.
+SMALL = ModelDims(6, 1024, 4096, 512, 2048, 3584, 248_320)
+SMOL = ModelDims(30, 576, 576, 192, 576, 1536, 49_152, tied=True)
+
+
+def bytes_of(layout: SlotLayout, *without: LoraModule) -> int:
+    return sum(
+        layout.stride * (p.k_in + p.n_out) * layout.elem.size
+        for p in layout.pairs
+        if p.module not in without
+    )
+
+
+def test_golden_sizes() -> None:
+    factory = SlotLayout(FACTORY, 16)
+    assert factory.slot_bytes == bytes_of(factory) == 16_515_072
+    assert bytes_of(factory, LoraModule.Q_PROJ) == 12_582_912
+    small = SlotLayout(SMALL, 64)
+    assert bytes_of(small, LoraModule.Q_PROJ) == 14.625 * 2**20
+    assert 8 * bytes_of(small, LoraModule.Q_PROJ) == 117 * 2**20
+    assert SMALL.shape(LoraModule.K_PROJ) == (512, 1024)
+    assert SMALL.shape(LoraModule.O_PROJ) == (1024, 2048)
+    assert SMALL.shape(LoraModule.GATE_PROJ) == (3584, 1024)
+    assert SMALL.shape(LoraModule.DOWN_PROJ) == (1024, 3584)
+    assert SlotLayout(SMOL, 16).slot_bytes == 9_768_960
+    assert SlotLayout(SMOL, 16, Elem.F32).slot_bytes == 2 * 9_768_960
+
+
+def test_walk_order() -> None:
+    layout = SlotLayout(SMOL, 8)
+    assert [p.module.leaf for p in layout.pairs[:7]] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert [p.layer for p in layout.pairs] == [n // 7 for n in range(210)]
+    assert layout.pair_index[29, LoraModule.DOWN_PROJ] == 209
+
+
+@pytest.mark.parametrize(("rank", "stride"), [(1, 8), (7, 8), (8, 8), (9, 16), (12, 16), (64, 64)])
+def test_rank_is_rounded_up_to_eight(rank: int, stride: int) -> None:
+    assert SlotLayout(SMOL, rank).stride == stride
+
+
+widths = st.integers(1, 70)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dims=st.builds(
+        ModelDims,
+        num_layers=st.integers(1, 3),
+        hidden=widths,
+        q_out=widths,
+        kv_out=widths,
+        attn_in=widths,
+        intermediate=widths,
+        vocab=st.integers(20, 90),
+    ),
+    rank=st.integers(1, 40),
+    elem=st.sampled_from(Elem),
+    overlay=st.integers(0, 20),
+)
+def test_regions_tile_the_slot_and_are_aligned(
+    dims: ModelDims, rank: int, elem: Elem, overlay: int
+) -> None:
+    layout = SlotLayout(dims, rank, elem, overlay)
+    place = 0
+    for pair in layout.pairs:
+        assert pair.a_off == place
+        assert pair.a_off % 16 == pair.b_off % 16 == 0
+        assert layout.stride * elem.size % 16 == 0  # every row of B
+        place = pair.b_off + pair.n_out * layout.stride * elem.size
+        assert pair.b_off - pair.a_off == layout.stride * pair.k_in * elem.size
+    assert place == layout.pairs_bytes
+    if layout.overlay is None:
+        assert overlay == 0 and layout.slot_bytes == place
+    else:
+        starts = dataclasses.astuple(layout.overlay)
+        assert starts[0] == place and all(start % 16 == 0 for start in starts)
+        rows = overlay * dims.hidden * elem.size
+        for start, size, end in zip(
+            starts, (4 * overlay, rows) * 2, (*starts[1:], layout.slot_bytes), strict=True
+        ):
+            assert start + size <= end < start + size + 16
+    assert layout.slot_bytes % 16 == 0
+
+
+def test_fingerprint_sees_everything_the_bytes_depend_on() -> None:
+    base = SlotLayout(SMOL, 16)
+    assert base.fingerprint() == SlotLayout(dataclasses.replace(SMOL), 16).fingerprint()
+    assert len(bytes.fromhex(base.fingerprint())) == 32
+    others = [
+        SlotLayout(SMOL, 15),
+        SlotLayout(SMOL, 24),
+        SlotLayout(SMOL, 16, Elem.F32),
+        SlotLayout(SMOL, 16, overlay_rows=1),
+        SlotLayout(dataclasses.replace(SMOL, num_layers=29), 16),
+        SlotLayout(dataclasses.replace(SMOL, kv_out=576, q_out=192), 16),
+    ]
+    seen = {base.fingerprint()} | {other.fingerprint() for other in others}
+    assert len(seen) == 1 + len(others)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 4097, True, 8.0])
+def test_bad_rank(rank: int) -> None:
+    with pytest.raises(ModelError) as caught:
+        SlotLayout(SMOL, rank)
+    assert caught.value.code == "bad-layout"
+
+
+def test_bad_overlay_rows() -> None:
+    with pytest.raises(ModelError) as caught:
+        SlotLayout(SMOL, 8, overlay_rows=SMOL.vocab + 1)
+    assert (caught.value.code, caught.value.subject) == ("bad-layout", "overlay_rows")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden", "vocab"])
+def test_bad_dims(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        dataclasses.replace(SMOL, **{name: 0})
+    assert (caught.value.code, caught.value.subject) == ("bad-dims", name)
+
+
+def test_predicate_bounds() -> None:
+    assert SMOL.applies_to_layer(29, LoraModule.Q_PROJ)
+    assert not SMOL.applies_to_layer(30, LoraModule.Q_PROJ)
+    assert not SMOL.applies_to_layer(-1, LoraModule.Q_PROJ)
