@@ -6,7 +6,10 @@ then the product rounded. A row's result depends on that row alone.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from .bf16 import kernel, vadd, vdiv, vexp, vld_upto, vmul, vround, vsplat, vst_upto, vsub
 
 
 def silu_mul_reference(gate_up: torch.Tensor, out: torch.Tensor) -> None:
@@ -18,3 +21,16 @@ def silu_mul_reference(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """
     inter = out.shape[1]
     out.copy_(torch.nn.functional.silu(gate_up[:, :inter]) * gate_up[:, inter:])
+
+
+@kernel
+def silu_mul_kernel(tag, gate_up, gs, out, os, n, inter):  # type: ignore[no-untyped-def]
+    """`silu_mul_reference` over raw addresses; strides in elements."""
+    one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
+    for row in range(n):
+        at = row * gs
+        for i in range(0, inter, 16):
+            gate = vld_upto(tag, gate_up, at + i, inter - i)
+            up = vld_upto(tag, gate_up, at + inter + i, inter - i)
+            silu = vround(tag, vdiv(gate, vadd(one, vexp(vsub(zero, gate)))))
+            vst_upto(tag, out, row * os + i, vmul(silu, up), inter - i)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InternalError
-from .memory import strided_at, view_at
+from . import bgmv_kernel
+from .memory import Scratch, strided_at, view_at
 
 MAX_SLICES = 3
 
@@ -94,6 +95,7 @@ class LoraGroup:
     """Up to three LoRA pairs that share one input, applied to all rows of a step in one call.
 
     Holds addresses only; the tables must outlive it. Contents of tables may change between calls.
+    With a scratch the numba kernel serves, without one the torch reference.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class LoraGroup:
         rank: int,
         max_loras: int,
         dtype: torch.dtype,
-        use_numba: bool,
+        scratch: Scratch | None,
     ) -> None:
         if not 1 <= len(slices) <= MAX_SLICES:
             raise InternalError(
@@ -125,6 +127,13 @@ class LoraGroup:
         self.rank = rank
         self.max_loras = max_loras
         self.dtype = dtype
+        self._scratch = scratch
+        self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
+        fields = [k_in, rank, max_loras, len(slices)]
+        for part in slices:
+            fields += [part.a_table, part.b_table, part.scales, part.n_out, part.column]
+        self._fields = torch.tensor(fields, dtype=torch.int64)
+        self._address = self._fields.data_ptr()
 
     def apply(
         self,
@@ -149,6 +158,23 @@ class LoraGroup:
         Raises:
             InternalError: "slot-out-of-range"; what the call wrote before is undefined.
         """
+        if self._scratch is not None:
+            need = bgmv_kernel.scratch_bytes(self.k_in, self.rank, n_rows)
+            bad: int = bgmv_kernel.lora_delta_kernel(
+                self._tag,
+                self._address,
+                self._scratch.at_least(need),
+                x_addr,
+                x_stride,
+                out_addr,
+                out_stride,
+                row_slot_addr,
+                n_rows,
+            )
+            if bad >= 0:
+                slot = int(view_at(row_slot_addr, (n_rows,), torch.int32)[bad])
+                raise slot_error(bad, slot, self.max_loras)
+            return
         lora_delta_reference(
             self.slices,
             self.k_in,

@@ -11,9 +11,10 @@ import logging
 import torch
 
 from ...errors import DeviceError
-from . import act, attention, norm, rope
+from . import act, attention, bf16, norm, rope
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
+from .memory import Scratch
 
 logger = logging.getLogger("rota.gpu.kernels")
 
@@ -39,7 +40,11 @@ class HostKernels:
                 found=dtype,
             )
         self.dtype = dtype
-        self.uses_numba = False
+        self.uses_numba = use_numba and bf16.AVAILABLE
+        if use_numba and not self.uses_numba:
+            logger.warning("numba is not installed: torch reference kernels serve, slowly")
+        self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
+        self._scratch = Scratch()
         self._packer = LinearPacker(dtype)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
@@ -56,7 +61,25 @@ class HostKernels:
         one_plus: bool = False,
     ) -> None:
         """See `norm.rms_norm_reference`."""
-        norm.rms_norm_reference(x, w, eps, out, one_plus=one_plus)
+        if not self.uses_numba:
+            norm.rms_norm_reference(x, w, eps, out, one_plus=one_plus)
+            return
+        n, h = x.shape
+        norm.rms_norm_kernel(
+            self._tag,
+            0,
+            int(one_plus),
+            x.data_ptr(),
+            x.stride(0),
+            0,
+            0,
+            w.data_ptr(),
+            eps,
+            out.data_ptr(),
+            out.stride(0),
+            n,
+            h,
+        )
 
     def add_rms_norm(
         self,
@@ -69,7 +92,25 @@ class HostKernels:
         one_plus: bool = False,
     ) -> None:
         """See `norm.add_rms_norm_reference`."""
-        norm.add_rms_norm_reference(x, residual, w, eps, out, one_plus=one_plus)
+        if not self.uses_numba:
+            norm.add_rms_norm_reference(x, residual, w, eps, out, one_plus=one_plus)
+            return
+        n, h = x.shape
+        norm.rms_norm_kernel(
+            self._tag,
+            1,
+            int(one_plus),
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            w.data_ptr(),
+            eps,
+            out.data_ptr(),
+            out.stride(0),
+            n,
+            h,
+        )
 
     def rope_and_cache(
         self,
@@ -89,20 +130,42 @@ class HostKernels:
         one_plus: bool = False,
     ) -> None:
         """See `rope.rope_and_cache_reference`."""
-        rope.rope_and_cache_reference(
-            qkv,
+        if not self.uses_numba:
+            rope.rope_and_cache_reference(
+                qkv,
+                heads,
+                kv_heads,
+                positions,
+                cos,
+                sin,
+                k_cache,
+                v_cache,
+                slot_mapping,
+                q_norm_w,
+                k_norm_w,
+                eps,
+                one_plus=one_plus,
+            )
+            return
+        rope.rope_and_cache_kernel(
+            self._tag,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            qkv.shape[0],
             heads,
             kv_heads,
-            positions,
-            cos,
-            sin,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            q_norm_w,
-            k_norm_w,
+            k_cache.shape[3],
+            cos.shape[1],
+            positions.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            0 if q_norm_w is None else q_norm_w.data_ptr(),
+            0 if k_norm_w is None else k_norm_w.data_ptr(),
             eps,
-            one_plus=one_plus,
+            int(one_plus),
         )
 
     def paged_attention(
@@ -117,13 +180,49 @@ class HostKernels:
         out: torch.Tensor,
     ) -> None:
         """See `attention.paged_attention_reference`."""
-        attention.paged_attention_reference(
-            q, k_cache, v_cache, block_tables, row_seq, lens, scale, out
+        head_dim = q.shape[2]
+        if not self.uses_numba or head_dim % 8:
+            attention.paged_attention_reference(
+                q, k_cache, v_cache, block_tables, row_seq, lens, scale, out
+            )
+            return
+        rows, heads = q.shape[:2]
+        kv_heads = k_cache.shape[1]
+        need = attention.scratch_bytes(heads, kv_heads, head_dim, block_tables.shape[1])
+        attention.paged_attention_kernel(
+            self._tag,
+            q.data_ptr(),
+            q.stride(0),
+            heads,
+            head_dim,
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            kv_heads,
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            row_seq.data_ptr(),
+            lens.data_ptr(),
+            scale,
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            self._scratch.at_least(need),
         )
 
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """See `act.silu_mul_reference`."""
-        act.silu_mul_reference(gate_up, out)
+        if not self.uses_numba:
+            act.silu_mul_reference(gate_up, out)
+            return
+        act.silu_mul_kernel(
+            self._tag,
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            out.shape[0],
+            out.shape[1],
+        )
 
     def lora_group(
         self, slices: tuple[LoraSlice, ...], *, k_in: int, rank: int, max_loras: int
@@ -135,5 +234,5 @@ class HostKernels:
             rank=rank,
             max_loras=max_loras,
             dtype=self.dtype,
-            use_numba=self.uses_numba,
+            scratch=self._scratch if self.uses_numba else None,
         )

@@ -1,7 +1,7 @@
-"""Views of raw host memory for the torch references of kernels that take addresses.
+"""Views of raw host memory for the torch references, and scratch memory for the numba kernels.
 
-Owns nothing: a view does not keep the memory alive, so it is made, used and dropped inside one
-call.
+A view does not keep the memory alive, so it is made, used and dropped inside one call. `Scratch`
+owns its memory; one thread at a time may run kernels with it.
 """
 
 from __future__ import annotations
@@ -30,3 +30,20 @@ def strided_at(
         return torch.empty((rows, columns), dtype=dtype)
     flat = view_at(address, ((rows - 1) * stride + columns,), dtype)
     return flat.as_strided((rows, columns), (stride, 1))
+
+
+class Scratch:
+    """Host memory that only grows; its contents live for one kernel call."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._address = 0
+        self._size = 0
+
+    def at_least(self, size: int) -> int:
+        """Return the address of at least `size` bytes, 16-byte aligned."""
+        if size > self._size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._address = self._memory.data_ptr()
+            self._size = size
+        return self._address

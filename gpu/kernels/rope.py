@@ -10,7 +10,20 @@ from __future__ import annotations
 
 import torch
 
-from .norm import rms_norm_reference
+from .bf16 import (
+    inlined,
+    kernel,
+    ld_i32,
+    ld_i64,
+    vadd,
+    vld_upto,
+    vmul,
+    vround,
+    vst_upto,
+    vsub,
+    width,
+)
+from .norm import rms_norm_kernel, rms_norm_reference
 
 BLOCK_TOKENS = 16
 
@@ -52,7 +65,7 @@ def rope_and_cache_reference(
     rows = qkv.shape[0]
     head_dim = k_cache.shape[3]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
-    q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     index = positions.long()
     c = cos[index].to(qkv.dtype).unsqueeze(1)
     s = sin[index].to(qkv.dtype).unsqueeze(1)
@@ -69,3 +82,64 @@ def rope_and_cache_reference(
         block, offset = divmod(int(slot_mapping[row]), BLOCK_TOKENS)
         k_cache[block, :, offset] = k[row]
         v_cache[block, :, offset] = v[row]
+
+
+@inlined
+def _turn(tag, x, at, half, cos, sin, table_at):  # type: ignore[no-untyped-def]
+    """Rotate one head in place."""
+    for i in range(0, half, 16):
+        count = half - i
+        c = vround(tag, vld_upto(0.0, cos, table_at + i, count))
+        s = vround(tag, vld_upto(0.0, sin, table_at + i, count))
+        low = vld_upto(tag, x, at + i, count)
+        high = vld_upto(tag, x, at + half + i, count)
+        turned = vsub(vround(tag, vmul(low, c)), vround(tag, vmul(high, s)))
+        vst_upto(tag, x, at + i, turned, count)
+        turned = vadd(vround(tag, vmul(high, c)), vround(tag, vmul(low, s)))
+        vst_upto(tag, x, at + half + i, turned, count)
+
+
+@inlined
+def _copy(tag, source, at, target, to, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, 16):
+        vst_upto(tag, target, to + i, vld_upto(tag, source, at + i, count - i), count - i)
+
+
+@kernel
+def rope_and_cache_kernel(  # type: ignore[no-untyped-def]
+    tag,
+    qkv,
+    stride,
+    n,
+    heads,
+    kv_heads,
+    head_dim,
+    half,
+    positions,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    q_norm,
+    k_norm,
+    eps,
+    one_plus,
+):
+    """`rope_and_cache_reference` over raw addresses; `half` = rotary_dim / 2, norm 0 = none."""
+    for row in range(n):
+        base = row * stride
+        table_at = ld_i32(positions, row) * half
+        for head in range(heads + kv_heads):
+            at = base + head * head_dim
+            weight = q_norm if head < heads else k_norm
+            if weight:
+                here = qkv + at * width(tag)
+                rms_norm_kernel(tag, 0, one_plus, here, 0, 0, 0, weight, eps, here, 0, 1, head_dim)
+            _turn(tag, qkv, at, half, cos, sin, table_at)
+        slot = ld_i64(slots, row)
+        block, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
+        for head in range(kv_heads):
+            to = ((block * kv_heads + head) * BLOCK_TOKENS + offset) * head_dim
+            _copy(tag, qkv, base + (heads + head) * head_dim, k_cache, to, head_dim)
+            _copy(tag, qkv, base + (heads + kv_heads + head) * head_dim, v_cache, to, head_dim)
