@@ -1,0 +1,179 @@
+"""One step's rows, checked and laid out for the kernels.
+
+What it owns: the structs of the runner's contract and the fixed arrays of one step (`StepBatch`).
+Invariants: nothing is written to KV memory unless every row passed `StepBatch.fill`; tokens of a
+row lie side by side, rows in call order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from ...errors import InternalError, RotaError
+from ..kernels.rope import BLOCK_TOKENS
+
+
+class RowInput(msgspec.Struct, frozen=True):
+    """Feed ``tokens`` at positions ``start..start+len-1`` of sequence ``seq``.
+
+    Its KV lives in ``blocks`` (16 tokens each, in order of position). ``slot`` -1 is base.
+    ``sample`` is False for prefill chunks that are not the last.
+    """
+
+    seq: int
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sample: bool
+
+
+class RowLike(Protocol):
+    """What a step reads of a row; `RowInput`, or any struct with these fields."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def blocks(self) -> Sequence[int]: ...
+    @property
+    def sample(self) -> bool: ...
+
+
+class RowOutput(msgspec.Struct, frozen=True):
+    """``token`` is -1 when the row did not sample, or when ``error`` says why it could not.
+
+    ``logprob`` and ``top`` (id, natural log-probability) are set when the sequence asked for them.
+    """
+
+    seq: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    error: RotaError | None = None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds a row is checked against; ``context`` in tokens."""
+
+    max_step_tokens: int
+    max_sequences: int
+    context: int
+    num_blocks: int
+    vocab: int
+
+
+class StepBatch:
+    """Arrays of one step at fixed addresses.
+
+    Attributes after `fill` (cut to the step by the caller):
+        tokens, positions: int64 and int32 ``[tokens]``.
+        slot_mapping: int64 ``[tokens]``, block * 16 + offset of each token's KV.
+        row_seq: int32 ``[tokens]``, row of ``block_tables``.
+        lens: int32 ``[tokens]``, keys each token sees (position + 1).
+        block_tables: int32 ``[rows, blocks]``.
+        slots: slot of each token. last: index of each row's last token.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        size = limits.max_step_tokens
+        table = -(-limits.context // BLOCK_TOKENS)
+        self.tokens = torch.zeros(size, dtype=torch.int64)
+        self.positions = torch.zeros(size, dtype=torch.int32)
+        self.slot_mapping = torch.zeros(size, dtype=torch.int64)
+        self.row_seq = torch.zeros(size, dtype=torch.int32)
+        self.lens = torch.zeros(size, dtype=torch.int32)
+        self.block_tables = torch.zeros((limits.max_sequences, table), dtype=torch.int32)
+        self._tokens, self._positions = self.tokens.numpy(), self.positions.numpy()
+        self._mapping, self._row_seq = self.slot_mapping.numpy(), self.row_seq.numpy()
+        self._lens, self._tables = self.lens.numpy(), self.block_tables.numpy()
+        self.slots: list[int] = []
+        self.last: list[int] = []
+
+    def fill(self, rows: Sequence[RowLike]) -> int:
+        """Check every row, write the arrays, return the number of tokens.
+
+        Raises:
+            InternalError: bad-row (the subject names the sequence, and the message the fault).
+        """
+        self._check(rows)
+        slots: list[int] = []
+        last: list[int] = []
+        at = 0
+        tokens, positions, mapping = self._tokens, self._positions, self._mapping
+        for index, row in enumerate(rows):
+            count, start = len(row.tokens), row.start
+            used = -(-(start + count) // BLOCK_TOKENS)
+            self._tables[index, :used] = row.blocks[:used]
+            if count == 1:
+                tokens[at], positions[at] = row.tokens[0], start
+                block = row.blocks[start // BLOCK_TOKENS]
+                mapping[at] = block * BLOCK_TOKENS + start % BLOCK_TOKENS
+                slots.append(row.slot)
+            else:
+                end = at + count
+                tokens[at:end] = row.tokens
+                where = np.arange(start, start + count)
+                positions[at:end] = where
+                blocks = self._tables[index, where // BLOCK_TOKENS].astype(np.int64)
+                mapping[at:end] = blocks * BLOCK_TOKENS + where % BLOCK_TOKENS
+                slots.extend([row.slot] * count)
+            self._row_seq[at : at + count] = index
+            at += count
+            last.append(at - 1)
+        np.add(positions[:at], 1, out=self._lens[:at])
+        self.slots, self.last = slots, last
+        if at and not 0 <= int(tokens[:at].min()) <= int(tokens[:at].max()) < self.limits.vocab:
+            raise self._bad("a token id outside the vocabulary", None, self.limits.vocab, None)
+        return at
+
+    def _check(self, rows: Sequence[RowLike]) -> None:
+        limits = self.limits
+        if not 1 <= len(rows) <= limits.max_sequences:
+            raise self._bad("too many rows, or none", None, limits.max_sequences, len(rows))
+        total = 0
+        seqs: set[int] = set()
+        written: set[int] = set()
+        for row in rows:
+            count = len(row.tokens)
+            end = row.start + count
+            total += count
+            if count < 1 or row.start < 0 or end > limits.context:
+                found = f"{row.start}..{end - 1}"
+                raise self._bad("positions outside the context", row, limits.context, found)
+            if row.seq in seqs:
+                raise self._bad("a sequence has two rows", row, "one row", row.seq)
+            seqs.add(row.seq)
+            blocks = row.blocks
+            used = -(-end // BLOCK_TOKENS)
+            if len(blocks) < used:
+                raise self._bad("too few blocks for the positions", row, used, len(blocks))
+            if not 0 <= min(blocks[:used]) <= max(blocks[:used]) < limits.num_blocks:
+                raise self._bad("a block outside the KV memory", row, limits.num_blocks, blocks)
+            for block in blocks[row.start // BLOCK_TOKENS : used]:
+                if block in written:
+                    raise self._bad("a block is written twice", row, "one writer", block)
+                written.add(block)
+        if total > limits.max_step_tokens:
+            raise self._bad("too many tokens in a step", None, limits.max_step_tokens, total)
+
+    @staticmethod
+    def _bad(message: str, row: RowLike | None, expected: object, found: object) -> InternalError:
+        return InternalError(
+            message,
+            code="bad-row",
+            subject=None if row is None else f"sequence {row.seq}",
+            expected=expected,
+            found=str(found)[:200],
+        )

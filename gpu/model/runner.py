@@ -1,0 +1,370 @@
+"""The runner: the one object that turns rows into tokens. Driven by the device thread only.
+
+What it owns: the device (from `Runner.load` on), its compute stream, the weights, the adapter pool,
+the KV memory and every sequence's sampler. Invariants: a step checks all rows before it touches
+KV memory; a row runs on the adapter its slot was last committed with, or is refused, never silently
+on base; `close` gives everything back exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ...errors import DeviceError, InternalError, RotaError
+from ..device import Device
+from ..kernels.host import HostKernels
+from ..kernels.rope import BLOCK_TOKENS
+from ..lora.image import SlotImage
+from ..lora.layout import Elem, SlotLayout
+from .adapters import Adapters
+from .base_rows import BaseMatrices
+from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
+from .config import ModelConfig, load_config
+from .kv import KvCache, blocks_within, kv_bytes_per_block
+from .llama import LlamaModel
+from .overlay import overlay_embeddings, overlay_logits
+from .sampling import Choice, Sampler, SamplingParams, sample_rows
+from .weights import DtypeName, Weights, load_weights
+
+__all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
+
+logger = logging.getLogger("rota.gpu.model.runner")
+
+MAX_STEP_TOKENS: Final = 1 << 16
+MAX_SEQUENCES: Final = 1 << 14
+MAX_OPEN: Final = 1 << 16
+"""Sequences with a sampler at once: running ones, and preempted ones that will come back."""
+
+LogitsSink = Callable[[list[int], torch.Tensor], None]
+"""Called with the sequence ids that sample and their logits ``[rows, vocab]`` before sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B."""
+
+    family: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    eos_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    model_bytes: int
+    kv_bytes: int
+    pool_bytes: int
+    max_loras: int
+    max_lora_rank: int
+
+
+class Runner:
+    """Use `Runner.load`.
+
+    Attributes:
+        info: what is served.
+        layout: of every slot, for those who stage (also when ``max_loras`` is 0).
+        base_rows: the base model's matrices for staging; may be read by any thread until `close`.
+        logits_sink: debug hook, see `LogitsSink`; ``None`` costs nothing.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: HostKernels,
+        *,
+        max_loras: int,
+        max_lora_rank: int,
+        overlay_rows: int,
+        num_blocks: int | None,
+        kv_bytes: int | None,
+        max_step_tokens: int,
+        max_sequences: int,
+    ) -> None:
+        self._device = device
+        self._closed = False
+        self._samplers: dict[int, Sampler] = {}
+        self._adapters: Adapters | None = None
+        self._kv: KvCache | None = None
+        self.logits_sink: LogitsSink | None = None
+        dtype = kernels.dtype
+        elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
+        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows)
+        self.base_rows = BaseMatrices(weights.embed, weights.head_rows)
+        self._stream = device.create_stream(label="runner")
+        try:
+            if max_loras:
+                # Before the KV memory, which takes what is left.
+                self._adapters = Adapters(
+                    device,
+                    kernels,
+                    self.layout,
+                    max_loras,
+                    max_rows=max_step_tokens,
+                    stream=self._stream,
+                )
+            if num_blocks is None:
+                if kv_bytes is None:
+                    kv_bytes = _spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
+                num_blocks = blocks_within(config, dtype, kv_bytes)
+            self._kv = KvCache(device, config, dtype, num_blocks)
+        except BaseException:
+            self._free()
+            raise
+        context = min(config.context, num_blocks * BLOCK_TOKENS)
+        limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
+        self._batch = StepBatch(limits)
+        self._model: LlamaModel | None = LlamaModel(
+            config, weights, kernels, self._kv, self._batch, positions=context
+        )
+        self.info = RunnerInfo(
+            family=config.family,
+            dtype=str(dtype).removeprefix("torch."),
+            vocab_size=config.vocab,
+            context_length=context,
+            eos_ids=config.eos_ids,
+            num_blocks=num_blocks,
+            block_size=BLOCK_TOKENS,
+            model_bytes=weights.nbytes,
+            kv_bytes=self._kv.nbytes,
+            pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | Path,
+        device: Device,
+        *,
+        dtype: DtypeName = "auto",
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
+        overlay_rows: int = 0,
+        num_blocks: int | None = None,
+        kv_bytes: int | None = None,
+        max_step_tokens: int = 512,
+        max_sequences: int = 64,
+        use_numba: bool = True,
+    ) -> Runner:
+        """Load a checkpoint folder and take over ``device``.
+
+        Args:
+            device: open and host addressable; once this returns, `close` closes it too.
+            dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+            max_loras: slots; 0 is LoRA off.
+            overlay_rows: embedding and lm_head rows a slot may replace.
+            num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
+            max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
+
+        Raises:
+            ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
+            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory, and others.
+        """
+        for name, value, low, high in (
+            ("max_loras", max_loras, 0, 4096),
+            ("max_step_tokens", max_step_tokens, 1, MAX_STEP_TOKENS),
+            ("max_sequences", max_sequences, 1, MAX_SEQUENCES),
+        ):
+            if type(value) is not int or not low <= value <= high:
+                raise DeviceError(
+                    "a runner parameter is out of range",
+                    code="bad-argument",
+                    subject=name,
+                    expected=f"an integer in {low}..{high}",
+                    found=repr(value),
+                )
+        path = Path(model_dir)
+        config = load_config(path)
+        weights, kernels = load_weights(path, config, dtype, use_numba=use_numba)
+        return cls(
+            device,
+            config,
+            weights,
+            kernels,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+            overlay_rows=overlay_rows,
+            num_blocks=num_blocks,
+            kv_bytes=kv_bytes,
+            max_step_tokens=max_step_tokens,
+            max_sequences=max_sequences,
+        )
+
+    # Sequences
+
+    def open_sequence(self, seq: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Make the sampler state of ``seq``.
+
+        Raises:
+            InternalError: sequence-open, too-many-sequences. RequestError: as `Sampler`.
+        """
+        self._alive()
+        if seq in self._samplers:
+            raise InternalError(
+                "this sequence is open already", code="sequence-open", subject=f"sequence {seq}"
+            )
+        if len(self._samplers) >= MAX_OPEN:
+            raise InternalError(
+                "too many open sequences", code="too-many-sequences", expected=MAX_OPEN
+            )
+        self._samplers[seq] = Sampler(prompt, sampling, self.info.vocab_size, self.info.eos_ids)
+
+    def close_sequence(self, seq: int) -> None:
+        """Forget the sampler state of ``seq``. Idempotent."""
+        self._samplers.pop(seq, None)
+
+    # Slots
+
+    def commit(self, slot: int, image: SlotImage) -> None:
+        """Fill ``slot`` between steps. Raises DeviceError lora-off, and as `LoraPool.commit`."""
+        self._slots().commit(slot, image)
+
+    def retire(self, slot: int) -> None:
+        """Empty ``slot``. Raises DeviceError lora-off, bad-slot."""
+        self._slots().retire(slot)
+
+    def _slots(self) -> Adapters:
+        self._alive()
+        if self._adapters is None:
+            raise DeviceError("this runner has no adapter slots", code="lora-off")
+        return self._adapters
+
+    # Steps
+
+    def step(self, rows: Sequence[RowLike]) -> list[RowOutput]:
+        """One forward pass; outputs in row order. A row with bad logits carries its own error.
+
+        Raises:
+            InternalError: bad-row, empty-slot (nothing was touched).
+            DeviceError: step-failed, runner-closed; the KV of this step's positions is undefined.
+        """
+        model = self._alive()
+        slots = self._row_slots(rows)
+        n = self._batch.fill(rows)
+        try:
+            with torch.inference_mode():
+                return self._run(model, rows, n, slots)
+        except RotaError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
+            ) from error
+
+    def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
+        slots = frozenset(row.slot for row in rows)
+        if slots == {-1}:
+            return slots
+        for row in rows:
+            if self._adapters is not None:
+                self._adapters.check(row.slot, row.seq)
+            elif row.slot != -1:
+                raise InternalError(
+                    "a row names a slot, and this runner has none",
+                    code="empty-slot",
+                    subject=f"sequence {row.seq}",
+                    expected=-1,
+                    found=row.slot,
+                )
+        return slots
+
+    def _run(
+        self, model: LlamaModel, rows: Sequence[RowLike], n: int, slots: frozenset[int]
+    ) -> list[RowOutput]:
+        adapters, batch = self._adapters, self._batch
+        plan = row_slots = None
+        overlays: frozenset[int] = frozenset()
+        if adapters is not None:
+            plan = adapters.plan(slots)
+            if plan is not None:
+                row_slots = adapters.set_rows(batch.slots)
+                overlays = adapters.overlays(slots)
+        tokens, hidden = model.embed(n)
+        if overlays and adapters is not None:
+            overlay_embeddings(adapters.pool, overlays, batch.slots, tokens, hidden)
+        h, delta = model.layers(n, plan, row_slots or 0)
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        if not sampling:
+            return [RowOutput(row.seq, -1) for row in rows]
+        wanted = [batch.last[i] for i in sampling]
+        states, logits = model.head(h, delta, None if len(wanted) == n else wanted)
+        if overlays and adapters is not None:
+            own = [rows[i].slot for i in sampling]
+            overlay_logits(adapters.pool, overlays, own, states, logits)
+        if self.logits_sink is not None:
+            self.logits_sink([rows[i].seq for i in sampling], logits)
+        choices = iter(self._choose([rows[i].seq for i in sampling], logits))
+        return [
+            _output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
+            for row in rows
+        ]
+
+    def _choose(self, seqs: list[int], logits: torch.Tensor) -> list[Choice]:
+        samplers = [self._samplers.get(seq) for seq in seqs]
+        found = [sampler for sampler in samplers if sampler is not None]
+        if len(found) == len(samplers):
+            return sample_rows(found, logits)
+        # Opening was refused for these; the others go on.
+        open_rows = [i for i, sampler in enumerate(samplers) if sampler is not None]
+        chosen = iter(sample_rows(found, logits[open_rows]))
+        return [
+            Choice(-1, error=_not_open(seq)) if sampler is None else next(chosen)
+            for seq, sampler in zip(seqs, samplers, strict=True)
+        ]
+
+    # Life time
+
+    def close(self) -> None:
+        """Free everything and close the device. Idempotent."""
+        if not self._closed:
+            self._free()
+            self._device.close()
+
+    def _alive(self) -> LlamaModel:
+        if self._closed or self._model is None:
+            raise DeviceError("the runner is closed", code="runner-closed")
+        return self._model
+
+    def _free(self) -> None:
+        self._closed = True
+        self._model = None
+        self._samplers.clear()
+        if self._kv is not None:
+            self._kv.close()
+        if self._adapters is not None:
+            self._adapters.close()
+        self._device.destroy_stream(self._stream)
+
+
+def _output(seq: int, choice: Choice) -> RowOutput:
+    return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)
+
+
+def _not_open(seq: int) -> InternalError:
+    return InternalError(
+        "this sequence was never opened, or is closed",
+        code="sequence-not-open",
+        subject=f"sequence {seq}",
+    )
+
+
+def _spare_bytes(
+    device: Device, config: ModelConfig, dtype: torch.dtype, model_bytes: int, sequences: int
+) -> int:
+    """Half of what the device has left, or enough for every sequence to fill its context."""
+    free, _ = device.memory_info()
+    if device.host_addressable:
+        # The weights are the same machine's memory and were not taken from the device.
+        free -= model_bytes
+    each = kv_bytes_per_block(config, dtype)
+    enough = sequences * -(-config.context // BLOCK_TOKENS) * each
+    return min(max(free, 0) // 2, enough)

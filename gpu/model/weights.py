@@ -1,0 +1,226 @@
+"""Weights of one base model, in the engine's dtype, fused for serving.
+
+What it owns: every weight tensor. Invariants: all names, shapes and dtypes are checked before the
+first tensor is read; every tensor of the checkpoint is either used or named in ``ignored`` with
+the reason; at most one layer is held twice while loading.
+
+Names are those of transformers' ``LlamaForCausalLM``, ``Qwen2ForCausalLM``, ``Qwen3ForCausalLM``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from ...errors import ModelError
+from ..kernels.host import HostKernels
+from ..kernels.linear import PackedLinear
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+
+logger = logging.getLogger("rota.gpu.model.weights")
+
+DtypeName = Literal["auto", "bfloat16", "float32"]
+_NAMES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Old checkpoints carry the frequencies, which follow from the config.
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_LISTED: Final = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer. ``qkv``: q, k and v rows stacked; ``gate_up``: gate then up."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A whole model.
+
+    Attributes:
+        embed: ``[vocab, hidden]``.
+        head_rows: lm_head as a matrix ``[vocab, hidden]`` (``embed`` itself when tied).
+        layers: in order.
+        final_norm: ``[hidden]``.
+        head: lm_head, packed.
+        nbytes: bytes of the parameters in the engine's dtype (a tied matrix counts once).
+        ignored: tensors of the checkpoint that are not used, and why.
+    """
+
+    embed: torch.Tensor
+    head_rows: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: PackedLinear
+    nbytes: int
+    ignored: dict[str, str]
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Name (as in the checkpoint) -> shape of every tensor of a layer."""
+    hidden, inter = config.hidden, config.intermediate
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (config.q_out, hidden),
+        "self_attn.k_proj.weight": (config.kv_out, hidden),
+        "self_attn.v_proj.weight": (config.kv_out, hidden),
+        "self_attn.o_proj.weight": (hidden, config.q_out),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inter, hidden),
+        "mlp.up_proj.weight": (inter, hidden),
+        "mlp.down_proj.weight": (hidden, inter),
+    }
+    if config.qkv_bias:
+        shapes["self_attn.q_proj.bias"] = (config.q_out,)
+        shapes["self_attn.k_proj.bias"] = shapes["self_attn.v_proj.bias"] = (config.kv_out,)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def engine_dtype(checkpoint: Checkpoint, dtype: DtypeName) -> torch.dtype:
+    """The dtype to serve in; "auto" is the checkpoint's own (float16 is served as bfloat16).
+
+    Raises:
+        ModelError: unknown-dtype, missing-tensor.
+    """
+    if dtype in _NAMES:
+        return _NAMES[dtype]
+    if dtype != "auto":
+        raise ModelError(
+            "unknown dtype",
+            code="unknown-dtype",
+            expected="'auto', 'bfloat16' or 'float32'",
+            found=repr(dtype)[:200],
+        )
+    found = checkpoint.dtype(_EMBED)
+    if found is torch.float16:
+        logger.info("float16 weights are served as bfloat16; ask for float32 to keep every bit")
+        return torch.bfloat16
+    return found
+
+
+def load_weights(
+    model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
+) -> tuple[Weights, HostKernels]:
+    """Read, check, convert and pack the weights; also the kernels that were packed for.
+
+    Raises:
+        ModelError: the codes of `Checkpoint`, missing-tensor, wrong-shape, wrong-dtype,
+            unexpected-tensor, tied-head-differs, unknown-dtype.
+    """
+    with Checkpoint(model_dir) as checkpoint:
+        target = engine_dtype(checkpoint, dtype)
+        ignored = _check_all(checkpoint, config)
+        kernels = HostKernels(target, use_numba=use_numba)
+        loader = _Loader(checkpoint, config, kernels)
+        return loader.load(ignored), kernels
+
+
+def _check_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
+    expected: dict[str, tuple[int, ...]] = {
+        _EMBED: (config.vocab, config.hidden),
+        _NORM: (config.hidden,),
+    }
+    if not config.tied:
+        expected[_HEAD] = (config.vocab, config.hidden)
+    for layer in range(config.num_layers):
+        expected |= layer_shapes(config, layer)
+    for name, shape in expected.items():
+        checkpoint.check(name, shape)
+    ignored: dict[str, str] = {}
+    strangers = []
+    for name in sorted(checkpoint.names() - expected.keys()):
+        if _DERIVED.fullmatch(name):
+            ignored[name] = "follows from the config"
+        elif name == _HEAD:
+            _check_tied_copy(checkpoint, config)
+            ignored[name] = "a copy of the tied embedding"
+        else:
+            strangers.append(name)
+    if strangers:
+        raise ModelError(
+            f"{len(strangers)} tensors of the checkpoint are not part of this model: "
+            + ", ".join(strangers[:_LISTED]),
+            code="unexpected-tensor",
+            subject=strangers[0],
+        )
+    for name, reason in ignored.items():
+        logger.info("not used: %s (%s)", name, reason)
+    return ignored
+
+
+def _check_tied_copy(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    checkpoint.check(_HEAD, (config.vocab, config.hidden))
+    if not torch.equal(checkpoint.read(_HEAD).float(), checkpoint.read(_EMBED).float()):
+        raise ModelError(
+            "the config ties lm_head to the embedding, and the file holds another matrix for it",
+            code="tied-head-differs",
+            subject=_HEAD,
+        )
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, kernels: HostKernels) -> None:
+        self._checkpoint, self._config, self._kernels = checkpoint, config, kernels
+        self._nbytes = 0
+
+    def load(self, ignored: dict[str, str]) -> Weights:
+        config = self._config
+        embed = self._tensor(_EMBED)
+        layers = tuple(self._layer(layer) for layer in range(config.num_layers))
+        final_norm = self._tensor(_NORM)
+        head_rows = embed if config.tied else self._tensor(_HEAD)
+        head = self._kernels.linear(head_rows)
+        return Weights(embed, head_rows, layers, final_norm, head, self._nbytes, ignored)
+
+    def _layer(self, layer: int) -> LayerWeights:
+        config, at = self._config, f"model.layers.{layer}."
+        attention, mlp = at + "self_attn.", at + "mlp."
+        qkv = [f"{attention}{name}_proj" for name in "qkv"]
+        bias = self._stacked([f"{name}.bias" for name in qkv]) if config.qkv_bias else None
+        return LayerWeights(
+            input_norm=self._tensor(at + "input_layernorm.weight"),
+            qkv=self._kernels.linear(self._stacked([f"{name}.weight" for name in qkv]), bias),
+            q_norm=self._tensor(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self._tensor(attention + "k_norm.weight") if config.qk_norm else None,
+            o=self._kernels.linear(self._tensor(attention + "o_proj.weight")),
+            post_norm=self._tensor(at + "post_attention_layernorm.weight"),
+            gate_up=self._kernels.linear(
+                self._stacked([mlp + "gate_proj.weight", mlp + "up_proj.weight"])
+            ),
+            down=self._kernels.linear(self._tensor(mlp + "down_proj.weight")),
+        )
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        # A copy always: the file may change or be cut after loading.
+        found = self._checkpoint.read(name)
+        made = found.to(self._kernels.dtype, copy=True).contiguous()
+        self._nbytes += made.nbytes
+        return made
+
+    def _stacked(self, names: list[str]) -> torch.Tensor:
+        parts = [self._checkpoint.read(name) for name in names]
+        rows = sum(part.shape[0] for part in parts)
+        made = torch.empty((rows, *parts[0].shape[1:]), dtype=self._kernels.dtype)
+        at = 0
+        for part in parts:
+            made[at : at + part.shape[0]].copy_(part)
+            at += part.shape[0]
+        self._nbytes += made.nbytes
+        return made
