@@ -115,6 +115,8 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
+        if len(self._next) == 1:
+            return text
         buffer = self._held + text
         start = len(self._held)
         for i in range(start, len(buffer)):
