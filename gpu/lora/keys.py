@@ -141,14 +141,14 @@ def _overlay(parts: list[str]) -> OverlayKey | None:
 
 def _half(parts: list[str], key: str) -> tuple[Half, str | None, list[str]]:
     """(half, adapter name inside the key or None, module path) of a lora_A / lora_B weight."""
-    if parts[-1] == "weight":
+    if parts[-1:] == ["weight"]:
         for infix in (0, 1):
             if len(parts) > 2 + infix and parts[-2 - infix] in ("lora_A", "lora_B"):
                 half: Half = "A" if parts[-2 - infix] == "lora_A" else "B"
                 return half, parts[-2] if infix else None, parts[: -2 - infix]
     if "lora_magnitude_vector" in parts:
         raise _refuse("use_dora", "a DoRA magnitude; DoRA is not served", key)
-    if parts[-1] == "bias":
+    if parts[-1:] == ["bias"]:
         lora = any(part in ("lora_A", "lora_B") for part in parts)
         raise _refuse("lora_bias" if lora else "bias", "adapter biases are not served", key)
     raise _refuse(

@@ -41,17 +41,17 @@ class PairTensors:
     scale: float
 
 
-def f32_to_bf16(source: npt.NDArray[np.float32], *, finite: bool = False) -> npt.NDArray[np.uint16]:
-    """float32 to BF16 bit patterns (uint16), same shape, round to nearest even.
+def to_bf16(source: npt.NDArray[np.generic], *, finite: bool = False) -> npt.NDArray[np.uint16]:
+    """float32 or float16 to BF16 bit patterns (uint16), same shape, round to nearest even.
 
     A NaN stays a NaN (quiet bit set, sign and high payload kept); overflow rounds to infinity.
     ``finite``: the caller knows there is no NaN, which saves looking for one.
     """
-    bits = np.ascontiguousarray(source, np.float32).reshape(-1).view(np.uint32)
-    target = np.empty(bits.size, np.uint16)
-    scratch = np.empty(min(_CHUNK, bits.size), np.uint32)
-    for start in range(0, bits.size, _CHUNK):
-        piece = bits[start : start + _CHUNK]
+    flat = np.ascontiguousarray(source).reshape(-1)
+    target = np.empty(flat.size, np.uint16)
+    scratch = np.empty(min(_CHUNK, flat.size), np.uint32)
+    for start in range(0, flat.size, _CHUNK):
+        piece = _wide(flat[start : start + _CHUNK]).view(np.uint32)
         work = scratch[: piece.size]
         np.right_shift(piece, 16, out=work)
         np.bitwise_and(work, 1, out=work)
@@ -90,15 +90,19 @@ def to_elem(
 ) -> npt.NDArray[np.generic]:
     """Convert file or base values (uint16 = BF16 bits, float16, float32) to ``elem``'s numpy form.
 
-    No copy when they have it already. ``finite``: as in `f32_to_bf16`.
+    No copy when they have it already. ``finite``: as in `to_bf16`.
     """
     if values.dtype == elem.numpy:
         return values
     if values.dtype == np.uint16:
         return bf16_to_f32(values.view(np.uint16))
-    with np.errstate(invalid="ignore"):  # a signalling NaN in bytes nobody uses
-        wide = values.astype(np.float32, copy=False)
-    return wide if elem is Elem.F32 else f32_to_bf16(wide, finite=finite)
+    return _wide(values) if elem is Elem.F32 else to_bf16(values, finite=finite)
+
+
+def _wide(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """float16 or float32 as float32, exactly."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN, in bytes the audit did not cover
+        return values.astype(np.float32, copy=False)
 
 
 def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:

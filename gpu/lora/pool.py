@@ -287,11 +287,11 @@ class LoraPool:
                 code="not-host-addressable",
                 subject=self.device.name,
             )
-        if dtype is None:
-            dtype = torch.bfloat16 if self.layout.elem is Elem.BF16 else torch.float32
+        elem = torch.bfloat16 if self.layout.elem is Elem.BF16 else torch.float32
+        chosen = elem if dtype is None else dtype
         count = int(np.prod(shape))
-        raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(raw, dtype=dtype, count=count).reshape(shape)
+        raw = (ctypes.c_char * (count * chosen.itemsize)).from_address(address)
+        return torch.frombuffer(raw, dtype=chosen, count=count).reshape(shape)
 
     def _check(self, slot: int) -> None:
         if not self._allocations:

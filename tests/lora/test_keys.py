@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.errors import RejectError
@@ -54,6 +54,10 @@ REFUSED = [
     ("model.layers.0.self_attn.q_proj.weight", "not-peft-key"),
     ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding-lora"),
     ("base_model.model.model.embed_tokens.lora_embedding_B", "embedding-lora"),
+    ("base_model.model", "unrecognized-tensor"),
+    ("base_model.model.weight", "unrecognized-tensor"),
+    ("base_model.model.lora_A.weight", "unrecognized-tensor"),
+    ("_orig_mod", "not-peft-key"),
     (f"base_model.model.model.{Q}.lora_C.weight", "unrecognized-tensor"),
     (f"base_model.model.model.{Q}.weight", "unrecognized-tensor"),
     (f"base_model.model.model.{Q}.lora_A.a.b.weight", "unrecognized-tensor"),
@@ -162,6 +166,7 @@ words = st.sampled_from(
 ) | st.text(max_size=4)
 
 
+@settings(max_examples=1000, deadline=None)
 @given(key=st.lists(words, max_size=9).map(".".join))
 def test_every_key_gets_exactly_one_answer(key: str) -> None:
     dims = ModelDims(2, 8, 12, 4, 10, 6, 16)
