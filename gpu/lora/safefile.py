@@ -69,9 +69,11 @@ def check_sizes(config_bytes: int, file_bytes: int, limits: FileLimits) -> None:
 
 
 def read_directory(
-    path: Path, limits: FileLimits
+    path: Path, limits: FileLimits, *, follow_links: bool = False
 ) -> tuple[bytes, tuple[npt.NDArray[np.uint8], ...]]:
     """The config bytes and every safetensors file (uint8 arrays, by file name) of a directory.
+
+    ``follow_links``: a file may be a link to a plain file elsewhere.
 
     Raises:
         RejectError: missing-config, missing-weights, pickle-adapter, file-escapes-directory,
@@ -106,16 +108,19 @@ def read_directory(
         raise RejectError(
             "the directory holds no adapter config", code="missing-config", expected=CONFIG_NAME
         )
-    config = _read(root, CONFIG_NAME, limits.config_bytes, "config-too-large").tobytes()
+    config = _read(
+        root, CONFIG_NAME, limits.config_bytes, "config-too-large", follow_links
+    ).tobytes()
     if FILE_NAME in present:
         names: list[str] = [FILE_NAME]
     else:
         names = _shard_names(
-            _read(root, INDEX_NAME, limits.index_bytes, "file-too-large").tobytes(), limits
+            _read(root, INDEX_NAME, limits.index_bytes, "file-too-large", follow_links).tobytes(),
+            limits,
         )
     shards, left = [], limits.file_bytes
     for name in names:
-        shards.append(_read(root, name, left, "file-too-large"))
+        shards.append(_read(root, name, left, "file-too-large", follow_links))
         left -= shards[-1].nbytes
     return config, tuple(shards)
 
@@ -164,11 +169,13 @@ def _shard_names(raw: bytes, limits: FileLimits) -> list[str]:
     return sorted(names)
 
 
-def _read(root: Path, name: str, limit: int, code: str) -> npt.NDArray[np.uint8]:
+def _read(
+    root: Path, name: str, limit: int, code: str, follow_links: bool
+) -> npt.NDArray[np.uint8]:
     """Whole file ``name`` of ``root`` in one buffer. ``root`` is already resolved."""
     try:
         real = (root / name).resolve(strict=True)
-        if real.parent != root and root not in real.parents:
+        if not follow_links and root not in real.parents:
             raise RejectError(
                 "a link leads outside the adapter directory",
                 code="file-escapes-directory",

@@ -57,13 +57,20 @@ class AdapterSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DirectorySource:
-    """A PEFT adapter directory on disk."""
+    """A PEFT adapter directory on disk.
+
+    ``follow_links`` lets its files be links to elsewhere, as model hub caches keep them. Leave it
+    False for a path that someone else chose.
+    """
 
     path: str | Path
+    follow_links: bool = False
 
     def read(self, limits: safefile.FileLimits) -> RawAdapter:
         """See `AdapterSource.read`."""
-        config, shards = safefile.read_directory(Path(self.path), limits)
+        config, shards = safefile.read_directory(
+            Path(self.path), limits, follow_links=self.follow_links
+        )
         return RawAdapter(config, shards)
 
 

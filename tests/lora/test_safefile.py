@@ -221,6 +221,8 @@ def test_links_out_of_the_directory(kit: Any, tmp_path: Path, name: str) -> None
     (inside / name).unlink()
     (inside / name).symlink_to(outside / name)
     assert dir_refused(inside) == "file-escapes-directory"
+    followed = DirectorySource(inside, follow_links=True).read(LIMITS)
+    assert followed.digest() == read(outside).digest()
     (inside / name).unlink()
     (inside / "real").write_bytes((outside / name).read_bytes())
     (inside / name).symlink_to("real")
@@ -270,7 +272,9 @@ def test_shards(kit: Any, tmp_path: Path) -> None:
     shard(kit, tmp_path, {b: "part-1.safetensors", a: "part-0.safetensors"})
     raw = read(tmp_path)
     assert [t.key for t in parse_shards(raw.shards, LIMITS)] == [a, b]
-    assert dir_refused(tmp_path, FileLimits(file_bytes=raw.shards[0].nbytes)) == "file-too-large"
+    sizes = [part.nbytes for part in raw.shards]
+    assert sum(sizes) - 1 > max(sizes)
+    assert dir_refused(tmp_path, FileLimits(file_bytes=sum(sizes) - 1)) == "file-too-large"
     assert dir_refused(tmp_path, FileLimits(shards=1)) == "bad-index"
     with pytest.raises(RejectError) as caught:
         parse_shards(raw.shards, FileLimits(tensors=1))
