@@ -56,8 +56,8 @@ class LoadReport:
 def delta_norms(image: SlotImage, layout: SlotLayout) -> npt.NDArray[np.float64]:
     """Frobenius norm of each pair's weight delta, scale * B A: float64 ``[n_pairs]``, 0 if absent.
 
-    ``|BA|^2 = trace((B'B)(AA'))``: two ``[r, r]`` products, never the ``[out, in]`` matrix. Costs a
-    few milliseconds per hundred pairs, so staging leaves it to whoever asks.
+    ``|BA|^2 = trace((B'B)(AA'))``: two ``[r, r]`` products, never the ``[out, in]`` matrix. Costs
+    about ten milliseconds per hundred pairs, so staging leaves it to whoever asks.
     """
     norms = np.zeros(len(layout.pairs), np.float64)
     for index, rank in enumerate(image.ranks):
