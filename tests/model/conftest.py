@@ -1,0 +1,120 @@
+"""Runners over the tiny checkpoints, on a checked device: leaks and broken redzones fail at close."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from rota.gpu.host import HostDevice
+from rota.gpu.lora.image import SlotImage
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import stage
+from rota.gpu.model.runner import RowInput, Runner
+from rota.gpu.model.sampling import SamplingParams
+
+Row = tuple[int, int, int, Sequence[int]]
+"""seq, slot, start, tokens"""
+BLOCKS_EACH = 3
+
+
+class Bench:
+    """A runner with the logits of its last step, and fixed blocks per sequence."""
+
+    def __init__(self, runner: Runner, folder: Path) -> None:
+        self.runner, self.folder = runner, folder
+        self.seen: list[torch.Tensor] = []
+        runner.logits_sink = lambda seqs, logits: self.seen.append(logits.clone())
+
+    def image(self, case: str) -> SlotImage:
+        source = DirectorySource(self.folder / "adapters" / case)
+        return stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
+
+    def rows(self, rows: Sequence[Row], sample: bool = True) -> list[RowInput]:
+        return [
+            RowInput(
+                seq,
+                slot,
+                start,
+                tuple(tokens),
+                tuple(range(seq * BLOCKS_EACH, (seq + 1) * BLOCKS_EACH)),
+                sample,
+            )
+            for seq, slot, start, tokens in rows
+        ]
+
+    def step(self, *rows: Row, sample: bool = True) -> torch.Tensor | None:
+        """The logits ``[rows, vocab]`` of one step, or ``None`` when no row samples."""
+        self.seen.clear()
+        self.runner.step(self.rows(rows, sample))
+        return self.seen[0] if self.seen else None
+
+    def greedy(self, rows: Sequence[tuple[int, Sequence[int]]], count: int) -> list[list[int]]:
+        """``count`` greedy tokens of every (slot, prompt), all in one batch."""
+        for seq, (_, prompt) in enumerate(rows):
+            self.runner.open_sequence(seq, prompt, SamplingParams())
+        fed = [list(prompt) for _, prompt in rows]
+        done = [0] * len(rows)
+        answers: list[list[int]] = [[] for _ in rows]
+        for _ in range(count):
+            outputs = self.runner.step(
+                self.rows(
+                    [(s, slot, done[s], fed[s][done[s] :]) for s, (slot, _) in enumerate(rows)]
+                )
+            )
+            for seq, output in enumerate(outputs):
+                assert output.error is None
+                done[seq] = len(fed[seq])
+                fed[seq].append(output.token)
+                answers[seq].append(output.token)
+        for seq in range(len(rows)):
+            self.runner.close_sequence(seq)
+        return answers
+
+
+Opener = Callable[..., Bench]
+
+
+@pytest.fixture(scope="module")
+def open_bench(data_dir: Path) -> Iterator[Opener]:
+    """``open_bench(family, dtype, **more)``: one runner per distinct call, closed at the end."""
+    made: dict[Any, Bench] = {}
+
+    def make(family: str, dtype: str = "float32", **more: Any) -> Bench:
+        key = (family, dtype, *sorted(more.items()))
+        if key not in made:
+            options = {"max_loras": 4, "max_lora_rank": 16, "num_blocks": 24, "overlay_rows": 128}
+            folder = data_dir / "oracle" / family
+            runner = Runner.load(
+                folder / "base",
+                HostDevice(checked=True),
+                dtype=dtype,
+                max_step_tokens=128,
+                max_sequences=8,
+                **(options | more),
+            )
+            made[key] = Bench(runner, folder)
+        return made[key]
+
+    yield make
+    for bench in made.values():
+        bench.runner.close()  # raises on a leak
+
+
+@pytest.fixture(scope="session")
+def reference(data_dir: Path) -> Callable[[str], dict[str, Any]]:
+    """``reference(family)``: ref.json, with the tensors of ref.safetensors under "tensors"."""
+
+    def read(family: str) -> dict[str, Any]:
+        folder = data_dir / "oracle" / family
+        found: dict[str, Any] = json.loads((folder / "ref.json").read_text())
+        with safe_open(str(folder / "ref.safetensors"), "pt") as file:
+            found["tensors"] = {name: file.get_tensor(name) for name in file.keys()}
+        return found
+
+    return read

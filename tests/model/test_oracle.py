@@ -1,0 +1,87 @@
+"""Logits and greedy tokens against transformers and PEFT (see tests/data/oracle)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+CASES = [
+    ("llama", "base"),
+    ("llama", "attn_mlp_r8"),
+    ("llama", "rslora_r16_bf16"),
+    ("llama", "mts_embed_head"),
+    ("qwen2", "base"),
+    ("qwen2", "attn_mlp_r8"),
+    ("qwen3", "base"),
+    ("qwen3", "attn_mlp_r8"),
+    ("qwen3", "tokens_tied"),
+    ("qwen3", "mts_embed_tied"),
+    ("qwen3", "mts_embed_tied_ensure"),
+]
+FP32_RELATIVE = 1e-4
+BF16_RMS = 0.07
+
+
+def logits_of(bench, slot, ids):
+    """Logits of every position, fed one token a step."""
+    bench.runner.close_sequence(0)
+    parts = [bench.step((0, slot, at, [token])) for at, token in enumerate(ids)]
+    return torch.cat(parts).float()
+
+
+def place(bench, case):
+    if case == "base":
+        return -1
+    bench.runner.commit(1, bench.image(case))
+    return 1
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, case):
+    bench, ref = open_bench(family), reference(family)
+    slot, facts = place(bench, case), ref["cases"][case]
+    expected = ref["tensors"][f"{case}.logits.f32"]
+    found = logits_of(bench, slot, facts["ids"])[-len(expected) :]
+    bound = FP32_RELATIVE * float(expected.abs().max())
+    assert float((found - expected).abs().max()) < bound
+    tokens = bench.greedy([(slot, facts["ids"])], len(facts["greedy_f32"]))
+    assert tokens == [facts["greedy_f32"]]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_bf16_agrees_with_transformers_and_peft(open_bench, reference, family, case):
+    bench, ref = open_bench(family, "bfloat16"), reference(family)
+    slot, facts = place(bench, case), ref["cases"][case]
+    expected = ref["tensors"][f"{case}.logits.bf16"].float()
+    found = logits_of(bench, slot, facts["ids"])[-len(expected) :]
+    error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert float(error) < BF16_RMS
+    tokens = bench.greedy([(slot, facts["ids"])], len(facts["greedy_bf16"]))
+    assert tokens == [facts["greedy_bf16"]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_mixed_batch_agrees_with_each_row_alone_in_peft(open_bench, reference, family):
+    bench, ref = open_bench(family), reference(family)
+    mixed = ref["mixed"]
+    names = sorted({name for name in mixed["adapters"] if name != "__base__"})
+    for slot, name in enumerate(names):
+        bench.runner.commit(slot, bench.image(name))
+    slots = [-1 if name == "__base__" else names.index(name) for name in mixed["adapters"]]
+    logits = bench.step(
+        *((seq, slots[seq], 0, ids) for seq, ids in enumerate(mixed["rows"]))
+    ).float()
+    for row in range(len(slots)):
+        expected = ref["tensors"][f"mixed.{row}.last_logits.f32"]
+        bound = FP32_RELATIVE * float(expected.abs().max())
+        assert float((logits[row] - expected).abs().max()) < bound
+    tokens = bench.greedy(list(zip(slots, mixed["rows"], strict=True)), 12)
+    assert tokens == mixed["greedy_alone_f32"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_torch_references_give_the_same_tokens(open_bench, reference, family):
+    bench, ref = open_bench(family, use_numba=False), reference(family)
+    slot, facts = place(bench, "attn_mlp_r8"), ref["cases"]["attn_mlp_r8"]
+    tokens = bench.greedy([(slot, facts["ids"])], len(facts["greedy_f32"]))
+    assert tokens == [facts["greedy_f32"]]
