@@ -2,7 +2,7 @@
 
     python bench/swap.py [--peft PYTHON] [--vllm PYTHON]
 
-rota replaces one adapter (r=16, all seven modules, 9.8 MB in bf16) while seven other streams decode:
+rota replaces one adapter (r=16, all seven modules, 9.8 MB in bf16) while seven streams decode:
 cold (the file is read, audited and packed each time; page cache warm) and from the host image
 cache. ``to first token`` adds a new request's own prefill step. Peers change adapters with nothing
 running: none of them could serve meanwhile. One thread. Writes bench/results/swap.json.

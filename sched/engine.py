@@ -80,8 +80,7 @@ class Engine:
         Called by the task that entered the engine."""
         parts, self._parts = self._parts, None
         if parts is not None:
-            with anyio.CancelScope(shield=True):
-                await parts.close()
+            await parts.close()
 
     async def _load_startup(self) -> None:
         """All start-up adapters, staged side by side; the first refusal stops the start."""

@@ -56,8 +56,7 @@ class Parts:
         try:
             await parts._open(model_dir)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await parts.close()
+            await parts.close()
             raise
         return parts
 
@@ -109,22 +108,37 @@ class Parts:
         return result
 
     async def close(self) -> None:
-        """End everything, once; bounded by twice ``close_timeout_s``. To be called shielded."""
-        limit = self.config.close_timeout_s
+        """End everything, once; bounded by twice ``close_timeout_s``, also under cancellation.
+
+        Called by the task that opened: the shell's task group sits on that task's scope stack, so
+        the shields below must not enclose its exit.
+        """
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._close_shell()
+            await self.stack.aclose()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._close_thread()
+
+    async def _close_shell(self) -> None:
         shell = getattr(self, "shell", None)
-        if shell is not None:
-            shell.close()
-            with anyio.move_on_after(limit) as scope:
-                await shell.closed.wait()
-            if scope.cancelled_caught:
-                _log.error("the device did not finish within %.1f s", limit)
-                shell.abort("the engine did not close in time")
-        await self.stack.aclose()
+        if shell is None:
+            return
+        limit = self.config.close_timeout_s
+        shell.close()
+        with anyio.move_on_after(limit) as scope:
+            await shell.closed.wait()
+        if scope.cancelled_caught:
+            _log.error("the device did not finish within %.1f s", limit)
+            shell.abort("the engine did not close in time")
+
+    async def _close_thread(self) -> None:
         runner = getattr(self, "runner", None)
         if runner is not None:
             self.thread.put(runner.close, _closed)
         self.thread.stop()
-        if not await anyio.to_thread.run_sync(self.thread.join, limit):
+        if not await anyio.to_thread.run_sync(self.thread.join, self.config.close_timeout_s):
             _log.error("the device thread still runs; it is left behind as a daemon")
 
 

@@ -181,25 +181,24 @@ class Shell:
     def _turn(self, event: ev.Event) -> None:
         """Handle one event and everything it posts, then let the loop plan."""
         self._inbox.append(event)
-        planned = isinstance(event, ev.Plan)
-        while self._inbox:
-            self._handle(self._inbox.pop(0))
-        touched, self._touched = self._touched, {}
-        for stream in touched.values():
-            stream.flush()
-        if not planned:
+        try:
+            while self._inbox:
+                self._handle(self._inbox.pop(0))
+            touched, self._touched = self._touched, {}
+            for stream in touched.values():
+                stream.flush()
+        except Exception as error:  # a bug in rota: nothing after it can be trusted
+            self._break(error)
+        if not isinstance(event, ev.Plan):
             self._wake.set()
 
     def _handle(self, event: ev.Event) -> None:
         now = max(self._floor, anyio.current_time())
-        try:
-            effects = self._core.handle(event, now)
-            if self._observer is not None:
-                self._observer(event, effects, now)
-            for effect in effects:
-                self._carry_out(effect)
-        except Exception as error:  # a bug in rota: nothing after it can be trusted
-            self._break(error)
+        effects = self._core.handle(event, now)
+        if self._observer is not None:
+            self._observer(event, effects, now)
+        for effect in effects:
+            self._carry_out(effect)
 
     def _break(self, error: BaseException) -> None:
         """A bug in rota, or a device that does not answer: everything ends, by name, once."""
