@@ -28,6 +28,7 @@ __all__ = ["Choice", "Sampler", "SamplingParams", "sample_rows"]
 Floats = npt.NDArray[np.float32]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FIRST_LOOK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +66,42 @@ def candidates(
     renormalised result of the one before; at least one id stays.
     """
     scaled = logits.astype(np.float64) / temperature
-    peak = scaled.max()
+    scaled -= scaled.max()
+    total = None
     if 0 < top_k < len(scaled):
-        bound = np.partition(scaled, -top_k)[-top_k]
-        ids = np.flatnonzero(scaled >= bound)
-        ids = ids[np.argsort(-scaled[ids], kind="stable")][:top_k]
-    elif top_p < 1 or min_p > 0:
-        ids = np.argsort(-scaled, kind="stable")
+        ids = _largest(scaled, top_k)[:top_k]
+    elif top_p < 1:
+        # The mass wanted nearly always lies in a few ids; sorting the whole vocabulary is slow.
+        total = float(np.exp(scaled).sum())
+        ids = _largest(scaled, min(_FIRST_LOOK, len(scaled)))
+        if float(np.exp(scaled[ids]).sum()) < top_p * total:
+            ids = np.argsort(-scaled, kind="stable")
+    elif min_p > 0:
+        ids = _sorted(scaled, np.flatnonzero(np.exp(scaled) >= min_p))
     else:
         ids = np.arange(len(scaled))
-    weights = np.exp(scaled[ids] - peak)
+    weights = np.exp(scaled[ids])
     if top_p < 1:
         mass = np.cumsum(weights)
+        wanted = top_p * (float(mass[-1]) if total is None else total)
         # Keep an id when what is likelier holds less than top_p of the mass.
-        keep = 1 + int(np.searchsorted(mass[:-1], top_p * mass[-1], side="left"))
+        keep = 1 + int(np.searchsorted(mass[:-1], wanted, side="left"))
         ids, weights = ids[:keep], weights[:keep]
     if min_p > 0:
         kept = weights >= min_p * weights[0]
         ids, weights = ids[kept], weights[kept]
     return ids, weights / weights.sum()
+
+
+def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Ids of at least the ``count`` largest scores (more where the last is tied), in order."""
+    bound = np.partition(scores, -count)[-count]
+    return _sorted(scores, np.flatnonzero(scores >= bound))
+
+
+def _sorted(scores: npt.NDArray[np.float64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """``ids`` (ascending) by falling score; ties keep the lowest id first."""
+    return ids[np.argsort(-scores[ids], kind="stable")]
 
 
 class Sampler:
@@ -196,9 +214,7 @@ class Sampler:
         top: tuple[tuple[int, float], ...] = ()
         count = min(count, len(wide))
         if count:
-            bound = np.partition(wide, -count)[-count]
-            ids = np.flatnonzero(wide >= bound)
-            ids = ids[np.argsort(-wide[ids], kind="stable")][:count]
+            ids = _largest(wide, count)[:count]
             top = tuple((int(i), float(wide[i])) for i in ids)
         return Choice(token, float(wide[token]), top)
 

@@ -1,4 +1,4 @@
-"""Runners over the tiny checkpoints, on a checked device: leaks and broken redzones fail at close."""
+"""Runners over the tiny checkpoints, on a checked device: leaks fail at close."""
 
 from __future__ import annotations
 
