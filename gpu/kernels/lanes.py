@@ -47,7 +47,7 @@ V16I = ir.VectorType(I32, LANES)
 V16H = ir.VectorType(I16, LANES)
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]
     """The numba type of sixteen fp32 lanes."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ vector: Any = Vector()
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, V16F)
 
