@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import anyio
@@ -18,14 +19,20 @@ import msgspec
 from ...errors import DeviceError, RotaError, StagingError
 from ..staging import StageOutcome
 from ..worker import Done, RowLike
+from .kv import SimKV
 
 BASE = "base"
 VOCAB = 50_000
 
 
+@lru_cache(maxsize=4096)
+def _seed_of(content: str) -> int:
+    return zlib.crc32(content.encode())
+
+
 def token_of(content: str, position: int) -> int:
     """The token the simulated model makes at ``position`` (0-based) under ``content``."""
-    return zlib.crc32(f"{content}:{position}".encode()) % VOCAB
+    return (_seed_of(content) * 31 + position * 2_654_435_761) % VOCAB
 
 
 class SimImage(msgspec.Struct, frozen=True):
@@ -42,16 +49,23 @@ class SimStaged(msgspec.Struct, frozen=True):
 
 
 class SimSource(msgspec.Struct, frozen=True):
-    """A source: its content, how long staging takes, and the error it ends in, if any."""
+    """A source: its content, how long staging takes (seconds), and the error it ends in, if any.
+
+    ``path``: sources of one path are one place whose content may change. ``deaf``: staging does not
+    hear that it was cancelled, like a thread in a blocking read.
+    """
 
     content: str
     seconds: float = 0.01
     error: RotaError | None = None
     nbytes: int = 1000
+    path: str | None = None
+    deaf: bool = False
 
 
 class SimFaults(msgspec.Struct):
-    """What goes wrong: called before each job with its kind; an error returned is raised."""
+    """What goes wrong: called before each job with its kind (``step``, ``row``, ``commit``,
+    ``retire``, ``open``); an error returned is raised (``row``: the first row's own error)."""
 
     before: Callable[[str], RotaError | None] = lambda kind: None
 
@@ -66,12 +80,16 @@ class SimOutput(msgspec.Struct, frozen=True):
 
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
-    slot, a sequence that was never opened, a block shared by two rows."""
+    slot, a sequence that was never opened, a block shared by two rows; with ``kv``, also a block
+    that does not hold what is read from it."""
 
-    def __init__(self, slots: int, faults: SimFaults | None = None) -> None:
+    def __init__(
+        self, slots: int, faults: SimFaults | None = None, kv: SimKV | None = None
+    ) -> None:
         self.contents: list[str | None] = [None] * slots
         self.open: set[int] = set()
         self.faults = faults or SimFaults()
+        self.kv = kv
         self.steps = 0
         self.closed = False
 
@@ -84,27 +102,39 @@ class SimExecutor:
         if seq in self.open:
             raise DeviceError("opened twice", code="sim-open", subject=f"seq {seq}")
         self.open.add(seq)
+        if self.kv is not None:
+            self.kv.open(seq, prompt)
 
     def close_sequence(self, seq: int) -> None:
         self.open.remove(seq)
+        if self.kv is not None:
+            self.kv.close(seq)
 
     def step(self, rows: Sequence[RowLike]) -> list[SimOutput]:
         self._maybe_fail("step")
+        bad = self.faults.before("row")
         self.steps += 1
         used: set[int] = set()
-        outputs = []
+        total = 0
+        outputs: list[SimOutput] = []
         for row in rows:
             if row.seq not in self.open:
                 raise DeviceError("never opened", code="sim-open", subject=f"seq {row.seq}")
             content = BASE if row.slot < 0 else self.contents[row.slot]
             if content is None:
                 raise DeviceError("reads an empty slot", code="sim-slot", subject=f"{row.slot}")
-            if used.intersection(row.blocks):
-                raise DeviceError("a block has two holders", code="sim-block")
             used.update(row.blocks)
+            total += len(row.blocks)
             position = row.start + len(row.tokens)
             token = token_of(content, position) if row.sample else -1
-            outputs.append(SimOutput(row.seq, token))
+            if self.kv is not None:
+                self.kv.feed(row.seq, content, row.start, row.tokens, row.blocks)
+                if row.sample and not (bad and not outputs):
+                    self.kv.sampled(row.seq, token)
+            error = bad if not outputs else None
+            outputs.append(SimOutput(row.seq, -1 if error else token, error=error))
+        if len(used) != total:
+            raise DeviceError("a block has two holders", code="sim-block")
         return outputs
 
     def commit(self, slot: int, image: SimImage) -> None:
@@ -162,32 +192,48 @@ class SimThread:
 
 
 class SimStager:
-    """The stager's interface over :class:`SimSource`."""
+    """The stager's interface over :class:`SimSource`. A source staged before, whose image is still
+    held, is answered from that image, as an unchanged directory is."""
 
     def __init__(self) -> None:
         self.images: dict[int, SimStaged] = {}
-        self._cancelled: set[int] = set()
+        self._flags: dict[int, anyio.Event] = {}
+        self._known: dict[SimSource, int] = {}
 
     async def run(self, stage: int, source: SimSource) -> StageOutcome:
-        await anyio.sleep(source.seconds)
-        if stage in self._cancelled:
+        flag = self._flags[stage] = anyio.Event()
+        try:
+            with anyio.move_on_after(source.seconds):
+                await (anyio.sleep_forever() if source.deaf else flag.wait())
+        finally:
+            del self._flags[stage]
+        if flag.is_set():
             raise StagingError("cancelled", code="stage-cancelled")
         if source.error is not None:
             raise source.error
+        cached = self._known.get(source, -1)
+        if cached in self.images:
+            return StageOutcome(self.images[cached], cached, None)
         image = SimImage(source.content, source.nbytes)
         return StageOutcome(SimStaged(image, None, source.content), -1, None)
 
     def cancel(self, stage: int) -> None:
-        self._cancelled.add(stage)
+        flag = self._flags.get(stage)
+        if flag is not None:
+            flag.set()
 
     def cancel_all(self) -> None:
-        pass
+        for flag in self._flags.values():
+            flag.set()
 
     def keep(self, image: int, outcome: StageOutcome, source: SimSource) -> None:
         self.images[image] = outcome.staged
+        self._known[source] = image
 
     def drop(self, image: int) -> None:
         del self.images[image]
+        self._known = {s: i for s, i in self._known.items() if i != image}
 
     def drop_all(self) -> None:
         self.images.clear()
+        self._known.clear()

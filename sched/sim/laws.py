@@ -1,0 +1,376 @@
+"""Independent checkers: what must hold, judged from events, effects and the device alone.
+
+The ledger keeps its own books from what goes in and out of the core; it imports nothing of how the
+core decides. A broken law is recorded, never raised: the run goes on and the first one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..core import CoreConfig
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.snapshot import Stats
+
+_PLACING = re.compile(r"(\S+) job (\d+) \w+: staged -> PLACING")
+_CHOSEN = re.compile(r"(\S+) job (\d+) \w+: chosen -> COMMITTING")
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """``law``: which promise; ``what``: how it broke; ``at``: virtual seconds."""
+
+    law: str
+    what: str
+    at: float
+
+
+@dataclass(slots=True)
+class _Req:
+    adapter: str | None
+    prompt: int
+    priority: int
+    since: float
+    tokens: int = 0
+    slot: int | None = None
+    ident: int | None = None
+    computed: int = 0
+    decoding: bool = False
+    opened: bool = False
+    closed: bool = False
+    ended: bool = False
+    first: float | None = None
+    left: float | None = None
+
+
+@dataclass
+class Ledger:
+    """Feed with :meth:`see`; read :attr:`violations`."""
+
+    config: CoreConfig
+    slot_content: Callable[[int], str | None]
+    violations: list[Violation] = field(default_factory=list)
+    clock_may_jump: bool = False
+    retires_work: bool = True
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.reqs: dict[int, _Req] = {}
+        self.commands: dict[int, str] = {}
+        self.answered: set[int] = set()
+        self.default: str | None = None
+        self.step: fx.RunStep | None = None
+        self.slot_id: dict[int, int] = {}
+        self.users: dict[int, set[int]] = {}
+        self.commits: dict[int, tuple[fx.Commit, int]] = {}
+        self.latest: dict[str, int] = {}
+        self.epoch: dict[str, int] = {}
+        self.content: dict[int, str] = {}
+        self.stages: dict[int, tuple[str, int]] = {}
+        self.images: set[int] = set()
+        self.sources: set[int] = set()
+        self.dropped: set[int] = set()
+        self.commit_times: list[float] = []
+        self.pin_times: list[float] = []
+        self.base_passed: dict[int, dict[str, int]] = {}
+        self.waiting: dict[tuple[int, str | None], set[int]] = {}
+        self.closed = False
+        self._done: ev.StepDone | None = None
+        self._passed_twice: dict[int, str] = {}
+
+    def broken(self, law: str, what: str) -> None:
+        self.violations.append(Violation(law, what, self.now))
+
+    def need(self, truth: bool, law: str, what: str) -> None:
+        if not truth:
+            self.broken(law, what)
+
+    # what goes in -------------------------------------------------------------------------------
+    def see(self, event: ev.Event, effects: list[fx.Effect], now: float) -> None:
+        self.need(now >= self.now or self.clock_may_jump, "time", "time went back")
+        self.now = now
+        self.need(not self.closed, "close", f"{type(event).__name__} handled after Closed")
+        self._event(event)
+        for effect in effects:
+            self._effect(effect)
+        if isinstance(event, ev.Submit):
+            self._now_waiting(event)
+        for adapter in self._passed_twice.values():
+            self.broken("base starves", f"passed by {adapter} twice")
+        self._passed_twice.clear()
+        self._done = None
+
+    def _event(self, event: ev.Event) -> None:
+        match event:
+            case ev.Submit():
+                adapter = self.default if event.use_default else event.adapter
+                self.reqs[event.seq] = _Req(adapter, len(event.prompt), event.priority, self.now)
+            case ev.StepDone(step, _):
+                self.need(
+                    self.step is not None and self.step.step == step, "one step", f"step {step}"
+                )
+                self._done = event
+                self._settle_step()
+            case ev.StepFailed(step, failure, _):
+                self.need(not failure.code.startswith("sim-"), "device", failure.message)
+                self._settle_step()
+            case ev.CommitDone(commit):
+                made, epoch = self.commits.pop(commit)
+                self.slot_id[made.slot] = made.adapter_id
+                if self.epoch.get(made.name, 0) == epoch:
+                    self.latest[made.name] = made.adapter_id
+            case ev.CommitFailed(commit, failure, _):
+                self.need(not failure.code.startswith("sim-"), "device", failure.message)
+                self.commits.pop(commit)
+            case ev.StageDone(stage, image, _, _):
+                self.stages.pop(stage)
+                self.images.add(image)
+            case ev.StageFailed(stage):
+                self.stages.pop(stage)
+            case ev.CancelCommand(command):
+                self.commands.pop(command, None)
+            case ev.Unload(command, name):
+                self.commands[command] = f"unload {name}"
+                self.epoch[name] = self.epoch.get(name, 0) + 1
+            case ev.Pin(command):
+                self.pin_times.append(self.now)
+                self.commands[command] = "pin"
+            case ev.Rotate(command, name):
+                self.commands[command] = f"rotate {name or ''}"
+            case (
+                ev.Load() | ev.Register() | ev.Replace() | ev.Promote() | ev.Swap() | ev.Prefetch()
+            ):
+                self.commands[event.command] = type(event).__name__
+                if event.source is not None:
+                    self.sources.add(event.source)
+            case _:
+                pass
+
+    def _settle_step(self) -> None:
+        self.step = None
+
+    def _now_waiting(self, event: ev.Submit) -> None:
+        req = self.reqs[event.seq]
+        if req.ended:
+            return
+        key = (req.priority, req.adapter)
+        lane = self.waiting.setdefault(key, set())
+        if req.adapter is None and not lane:
+            self.base_passed[req.priority] = {}
+        lane.add(event.seq)
+
+    # what comes out -----------------------------------------------------------------------------
+    def _effect(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.RunStep():
+                self._run_step(effect)
+            case fx.Token():
+                self._token(effect)
+            case fx.Ended(seq, reason, _, failure):
+                req = self.reqs.get(seq)
+                if req is None or req.ended:
+                    self.broken("ends once", f"seq {seq} ended {'again' if req else 'unknown'}")
+                    return
+                self.need((reason == "error") == (failure is not None), "named end", f"seq {seq}")
+                req.ended = True
+                self._no_longer_waits(seq, req)
+            case fx.OpenSequence(seq):
+                self._open(seq)
+            case fx.CloseSequence(seq):
+                req = self.reqs[seq]
+                self.need(req.opened and not req.closed, "lease", f"seq {seq} closed wrongly")
+                self.need(req.ended, "lease", f"seq {seq} closed before it ended")
+                in_step = self.step is not None and any(r.seq == seq for r in self.step.rows)
+                self.need(not in_step, "quiescence", f"seq {seq} closed under its own step")
+                req.closed, req.left = True, self.now
+                for users in self.users.values():
+                    users.discard(seq)
+            case fx.Commit():
+                self._commit(effect)
+            case fx.Retire(slot):
+                users = self._users_of(slot)
+                self.need(not users, "busy slot", f"slot {slot} retired under {users}")
+                self.slot_id.pop(slot, None)
+            case fx.StartStage(stage, name, source):
+                self.need(source not in self.dropped, "source", f"source {source} staged, dropped")
+                self.stages[stage] = (name, source)
+            case fx.DropImage(image):
+                self.need(image in self.images, "image", f"image {image} dropped, not held")
+                self.images.discard(image)
+            case fx.DropSource(source):
+                self.need(source in self.sources, "source", f"source {source} dropped, not held")
+                busy = any(s == source for _, s in self.stages.values())
+                self.need(not busy, "source", f"source {source} dropped while staged")
+                self.sources.discard(source)
+                self.dropped.add(source)
+            case fx.Reply():
+                self._reply(effect)
+            case fx.Closed():
+                quiet = self.step is None and not self.commits and not self.stages
+                self.need(quiet, "close", "Closed with work in flight")
+                self.need(all(r.ended for r in self.reqs.values()), "close", "requests not ended")
+                self.closed = True
+            case fx.CancelStage(stage):
+                self.need(stage in self.stages, "stage", f"stage {stage} cancelled, not running")
+
+    def _reply(self, effect: fx.Reply) -> None:
+        command = effect.command
+        self.need(command not in self.answered, "answered once", f"command {command} twice")
+        self.answered.add(command)
+        what = self.commands.pop(command, None)
+        self.need(what is not None, "answered once", f"command {command} is not waiting")
+        if what is None:
+            return
+        verb, _, name = what.partition(" ")
+        if verb == "rotate" and effect.failure is None:
+            self.default = name or None
+        elif verb == "unload" and effect.failure is not None:
+            self.epoch[name] -= 1
+
+    def _commit(self, effect: fx.Commit) -> None:
+        slot = effect.slot
+        users = self._users_of(slot)
+        self.need(not users, "busy slot", f"slot {slot} written under {users}")
+        self.need(
+            all(c.slot != slot for c, _ in self.commits.values()), "busy slot", f"slot {slot} twice"
+        )
+        self.need(effect.image in self.images, "image", f"image {effect.image} committed, dropped")
+        self.slot_id.pop(slot, None)
+        self.commits[effect.commit] = (effect, self.epoch.get(effect.name, 0))
+        self.commit_times.append(self.now)
+
+    def _users_of(self, slot: int) -> set[int]:
+        """Sequences that may still read the slot: not ended, or in the step in flight."""
+        flying = {r.seq for r in self.step.rows} if self.step is not None else set()
+        users = self.users.get(slot, set())
+        return {s for s in users if not self.reqs[s].ended or s in flying}
+
+    def _run_step(self, step: fx.RunStep) -> None:
+        self.need(self.step is None, "one step", f"step {step.step} while one is in flight")
+        self.step = step
+        self.need(bool(step.rows), "step", "an empty step")
+        total = sum(len(r.tokens) for r in step.rows)
+        decoding = any(
+            self.reqs[r.seq].decoding and r.start for r in step.rows if r.seq in self.reqs
+        )
+        cap = self.config.mixed_step_tokens if decoding else self.config.max_step_tokens
+        self.need(total <= max(cap, len(step.rows)), "budget", f"{total} tokens in one step")
+        self.need(len(step.rows) <= self.config.max_running, "budget", f"{len(step.rows)} rows")
+        for row in step.rows:
+            self._row(row)
+
+    def _row(self, row: fx.Row) -> None:
+        req = self.reqs.get(row.seq)
+        if req is None or req.ended or not req.opened or req.closed:
+            self.broken("lease", f"seq {row.seq} runs, but is not open")
+            return
+        who = f"seq {row.seq}"
+        if req.first is None:
+            req.first = self.now
+            req.slot, req.ident = row.slot, row.adapter_id
+            if req.adapter is not None:
+                newest = self.latest.get(req.adapter)
+                self.need(row.adapter_id == newest, "newest version", f"{who} leased an old one")
+        self.need(row.slot == req.slot, "one lease", f"{who} moved from {req.slot} to {row.slot}")
+        self.need(row.adapter_id == req.ident, "one version", f"{who} changed version")
+        self.need((row.slot < 0) == (req.adapter is None), "base", f"{who} in slot {row.slot}")
+        if row.slot >= 0:
+            self.need(
+                self.slot_id.get(row.slot) == row.adapter_id,
+                "right weights",
+                f"{who} reads slot {row.slot}, which holds another version",
+            )
+            content = self.slot_content(row.slot)
+            known = self.content.setdefault(row.adapter_id, content or "")
+            self.need(known == content, "identity", f"one adapter_id, two contents: {known}")
+            self.users.setdefault(row.slot, set()).add(row.seq)
+        self.need(row.start in (0, req.computed), "resume", f"{who} starts at {row.start}")
+        if row.start == 0 and req.computed and req.adapter is None:
+            # A preempted base sequence came back: base had its turn in this step.
+            self.base_passed[req.priority] = {}
+            self._passed_twice.pop(req.priority, None)
+        req.decoding = row.sample
+        req.computed = row.start + len(row.tokens)
+
+    def _token(self, effect: fx.Token) -> None:
+        req = self.reqs.get(effect.seq)
+        if req is None or req.ended:
+            self.broken("ends once", f"seq {effect.seq} got a token after its end")
+            return
+        self.need(effect.index == req.tokens, "order", f"seq {effect.seq}: index {effect.index}")
+        self.need(effect.adapter_id == req.ident, "one version", f"seq {effect.seq}: wrong id")
+        done = self._done
+        relayed = done is not None and done.rows[effect.row].token == effect.token
+        self.need(relayed, "relay", f"seq {effect.seq}: not the device's token")
+        req.tokens += 1
+
+    def _open(self, seq: int) -> None:
+        req = self.reqs[seq]
+        self.need(not req.opened and not req.ended, "lease", f"seq {seq} opened wrongly")
+        req.opened = True
+        self._no_longer_waits(seq, req)
+        if req.adapter is None:
+            self.base_passed[req.priority] = {}
+        elif self.waiting.get((req.priority, None)):
+            # Lanes of one priority take turns: while base waits, another passes it once at most.
+            passed = self.base_passed[req.priority]
+            passed[req.adapter] = passed.get(req.adapter, 0) + 1
+            if passed[req.adapter] > 1:
+                self._passed_twice[req.priority] = req.adapter
+
+    def _no_longer_waits(self, seq: int, req: _Req) -> None:
+        lane = self.waiting.get((req.priority, req.adapter))
+        if lane is not None:
+            lane.discard(seq)
+
+    # at the end ---------------------------------------------------------------------------------
+    def bounded_waits(self, stories: Iterable[list[str]], slack: float) -> None:
+        """Every ready image got its slot within the documented bound (docs/states.md):
+        ``(drain_after_s + longest lease) * (1 + slots given to others meanwhile)``."""
+        leases = [
+            (r.left if r.left is not None else self.now) - r.first
+            for r in self.reqs.values()
+            if r.first is not None
+        ]
+        each = self.config.drain_after_s + max(leases, default=0.0) + slack
+        for story in stories:
+            since: dict[str, float] = {}
+            for line in story:
+                if (found := _PLACING.match(line)) is not None:
+                    since[found[2]] = float(found[1])
+                elif (found := _CHOSEN.match(line)) is not None:
+                    begin, end = since.pop(found[2]), float(found[1])
+                    others = sum(begin <= t < end for t in self.commit_times)
+                    others += sum(begin <= t <= end for t in self.pin_times)
+                    bound = each * (1 + others)
+                    what = f"job {found[2]}: {end - begin:.3f} s > {bound:.3f} s"
+                    self.need(end - begin <= bound, "bounded wait", what)
+
+    def at_rest(self, stats: Stats, held_images: set[int], held_sources: set[int]) -> None:
+        """Nothing runs: nothing may be held."""
+        self.need(stats.blocks_free == stats.blocks_total, "leak", "blocks")
+        self.need(not any(s.leases for s in stats.slots), "leak", "leases")
+        self.need(stats.waiting == stats.jobs == 0, "leak", "waiting requests or jobs")
+        self.need(not any(self.users.values()), "leak", "slots with users")
+        self.need(held_images == self.images, "leak", f"images {held_images} != {self.images}")
+        self.need(held_sources == self.sources, "leak", f"sources {held_sources}")
+        names = {a.name for a in stats.adapters}
+        self.need(len(self.sources) <= len(names), "leak", "sources without a name")
+        over = stats.image_bytes > self.config.image_cache_bytes
+        self.need(not over, "limit", f"{stats.image_bytes} image bytes are kept")
+        self.need(not self.commands, "answered once", f"unanswered: {self.commands}")
+        self.need(all(r.ended for r in self.reqs.values()), "ends once", "requests without an end")
+        self.need(all(r.closed for r in self.reqs.values() if r.opened), "leak", "open sequences")
+        for slot in stats.slots:
+            content = self.slot_content(slot.index)
+            if slot.state == "EMPTY" and self.retires_work:
+                self.need(content is None, "retire", f"slot {slot.index} still holds {content}")
+            elif slot.state in ("EMPTY", "READY"):
+                known = self.content.get(slot.adapter_id, content)
+                self.need(content == known, "identity", f"slot {slot.index} holds {content}")
+            else:
+                self.broken("leak", f"slot {slot.index} is {slot.state} at rest")
