@@ -6,7 +6,7 @@ leaves every slot, table, name and graph as it was.
 
 from __future__ import annotations
 
-from .effects import CancelStage, Commit, Reply, Retire, StartStage
+from .effects import CancelStage, Commit, Reply, StartStage
 from .events import CommitDone, CommitFailed, Failure, StageDone, StageFailed
 from .identity import adapter_id
 from .jobs import JOB_TABLE, Job, JobEvent, JobKind, JobState
@@ -37,8 +37,9 @@ def add_job(
     created: bool = False,
 ) -> Job:
     """Queue a job for ``entry`` and start it if it is the first. ``created``: the name is known
-    only because of this job, and is forgotten if it fails."""
-    job = Job(state.new_id(), kind, entry.name, source, target, pin, created)
+    only because of this job."""
+    job = Job(state.new_id(), kind, entry.name, source, target, pin)
+    entry.provisional = entry.provisional or created
     state.names.hold_source(source)
     state.jobs[job.id] = job
     if command >= 0:
@@ -107,7 +108,8 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
     current = entry.current
     if job.kind is JobKind.PREFETCH:
         if current is None or current.digest != job.digest:
-            _adopt(state, entry, job, entry.next_version(job.digest, job.source, job.image))
+            version = entry.version(entry.reserve(), job.digest, job.source, job.image)
+            _adopt(state, entry, job, version)
         else:
             _relink(state, current, job.image)
         _finish(state, entry, job, JobEvent.FINISH, "prefetched")
@@ -218,15 +220,32 @@ def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
     if evicted is not None:
         state.counters.evicted += 1
         job.evicted = evicted.name if evicted.name != job.name else None
-    generation = entry.generation + 1 if job.fresh else entry.generation
+    # Reserved now: if the name goes away meanwhile, its next version must not share an identity
+    # with what is being written.
+    job.generation = entry.reserve() if job.fresh or current is None else current.generation
     job.slot = slot.index
     job.commit = state.new_id()
     del state.placing[job.id]
     state.commits[job.commit] = job
     _move(state, job, JobEvent.CHOSEN)
     state.counters.commits += 1
-    ident = adapter_id(job.name, generation)
+    ident = adapter_id(job.name, job.generation)
     state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
+    _hand_on_drain(state, job)
+
+
+def _hand_on_drain(state: State, job: Job) -> None:
+    """``job`` took another slot than the one drained for it: the drain goes to the next job that
+    has waited long enough and has none, so that a slot taken from it costs it no second wait."""
+    drained = {s.drained_for: s for s in state.slots.slots if s.state is SlotState.DRAINING}
+    slot = drained.get(job.id)
+    if slot is None:
+        return
+    for other in state.placing.values():
+        due = other.since + state.config.drain_after_s <= state.now
+        if other.target < 0 and due and other.id not in drained:
+            slot.drained_for = other.id
+            return
 
 
 def commit_done(state: State, event: CommitDone) -> None:
@@ -241,7 +260,7 @@ def commit_done(state: State, event: CommitDone) -> None:
         return
     entry = state.names.names[job.name]
     if job.fresh:
-        version = entry.next_version(job.digest, job.source, job.image)
+        version = entry.version(job.generation, job.digest, job.source, job.image)
         _adopt(state, entry, job, version)
     else:
         assert entry.current is not None
@@ -254,6 +273,7 @@ def commit_done(state: State, event: CommitDone) -> None:
 def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
     """Repoint the name, atomically: from here on new sequences get ``version``."""
     old, entry.current = entry.current, version
+    entry.provisional = False
     state.names.link(version)
     if entry.source != job.source:
         state.names.hold_source(job.source)
@@ -285,7 +305,7 @@ def _supersede(state: State, old: Version) -> None:
 def commit_failed(state: State, event: CommitFailed) -> None:
     job = state.commits.pop(event.commit)
     state.slots.commit_failed(state.slots[job.slot])
-    state.out.append(Retire(job.slot))
+    state.slot_emptied(job.slot)
     if job.abandoned:
         _drop(state, job, JobEvent.FAIL)
     else:
@@ -301,18 +321,28 @@ def fail(state: State, job: Job, failure: Failure) -> None:
     state.reply(job.commands, Reply(-1, "failed", name=job.name, failure=failure))
     _release(state, job)
     entry.jobs.remove(job)
+    if entry.jobs:
+        _start(state, entry, entry.jobs[0])
+    else:
+        _give_up(state, entry, job, failure)
+    state.lanes.unpark(job.name)
+
+
+def _give_up(state: State, entry: Name, job: Job, failure: Failure) -> None:
+    """The name's last job failed: who waits hears why, unless what failed was a replacement and
+    the name's own content was never tried."""
+    # The default stays known: its requests are refused by cause and tried again, not as unknown.
+    forget = entry.current is None and entry.provisional and state.default != entry.name
+    own = job.kind not in (JobKind.REPLACE, JobKind.SWAP)
     serves = entry.current is not None and entry.current.slot >= 0
-    if not serves and not entry.jobs:
+    if not serves and (own or forget):
         entry.failed = failure
         entry.failed_until = state.now + state.config.failure_backoff_s
         for seq in state.lanes.of_adapter(job.name):
             if not seq.leased:
                 state.end(seq, "error", failure)
-    if entry.current is None and not entry.jobs and job.created:
+    if forget:
         state.drop_sources(state.names.forget(entry))
-    elif entry.jobs:
-        _start(state, entry, entry.jobs[0])
-    state.lanes.unpark(job.name)
 
 
 def _finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -> None:

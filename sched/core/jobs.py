@@ -60,7 +60,6 @@ class Job:
     source: int
     target: int = -1
     pin: bool = False
-    created: bool = False
     state: JobState = JobState.QUEUED
     commands: list[int] = field(default_factory=list)
     stage: int = -1
@@ -71,4 +70,5 @@ class Job:
     since: float = 0.0  #: when it began to wait for a slot
     evicted: str | None = None
     fresh: bool = False  #: its commit makes a new version
+    generation: int = 0  #: of that version, reserved when its slot was chosen
     abandoned: bool = False  #: its name was unloaded meanwhile

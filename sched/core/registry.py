@@ -35,11 +35,18 @@ class Name:
     jobs: deque[Job] = field(default_factory=deque)
     failed: Failure | None = None
     failed_until: float = 0.0
+    #: Known only through jobs that have not succeeded yet: forgotten if the last of them fails.
+    provisional: bool = False
 
-    def next_version(self, digest: str, source: int, image: int) -> Version:
+    def reserve(self) -> int:
+        """A generation nobody had before; one that is not used in the end stays unused."""
         self.generation += 1
-        ident = adapter_id(self.name, self.generation)
-        return Version(self.name, self.generation, ident, digest, source, image)
+        return self.generation
+
+    def version(self, generation: int, digest: str, source: int, image: int) -> Version:
+        """The version of a reserved generation."""
+        ident = adapter_id(self.name, generation)
+        return Version(self.name, generation, ident, digest, source, image)
 
 
 class Registry:

@@ -142,8 +142,11 @@ class SlotTable:
         return min(free, key=lambda s: s.last_used, default=None)
 
     def can_ever_place(self, own: int = -1) -> bool:
-        """Whether some slot may become a victim without anybody unpinning."""
-        return any(not s.pinned or s.index == own for s in self.slots)
+        """Whether some slot may become a victim without anybody unpinning. What drains will be
+        empty, pinned or not."""
+        return any(
+            not s.pinned or s.index == own or s.state is SlotState.DRAINING for s in self.slots
+        )
 
     def check(self, leases: dict[int, set[int]]) -> None:
         """``leases``: slot index -> sequence ids that say they hold a lease on it."""

@@ -94,8 +94,13 @@ class State:
 
     # sequences --------------------------------------------------------------------------------
     def watch_deadline(self, seq: Sequence) -> None:
-        if seq.deadline is not None:
-            heapq.heappush(self._deadlines, (seq.deadline, seq.id))
+        if seq.deadline is None:
+            return
+        heapq.heappush(self._deadlines, (seq.deadline, seq.id))
+        if len(self._deadlines) > 2 * len(self.seqs) + 64:
+            # Mostly ended sequences whose time is far: forget them.
+            self._deadlines = [d for d in self._deadlines if d[1] in self.seqs]
+            heapq.heapify(self._deadlines)
 
     def next_deadline(self) -> float | None:
         """Earliest deadline of a sequence that has not ended."""
