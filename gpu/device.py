@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, NewType, Protocol
 
@@ -61,6 +62,8 @@ DEVICE_CODES: Final[Mapping[str, str]] = MappingProxyType(
         "leak": "allocations or handles were alive at close",
         "device-closed": "the device is closed",
         "cuda-unavailable": "no CUDA device can be used here, and why",
+        "device-dead": "an earlier error destroyed the device's context; only close is left",
+        "driver-error": "the driver refused for a reason of its own; its name is in found",
         "injected": "a fault asked for by a test or the simulator",
     }
 )
@@ -310,35 +313,28 @@ class Device(Protocol):
 def open_device(spec: Literal["auto", "cpu", "cuda"] = "auto") -> Device:
     """Open ``"cpu"`` (the host), ``"cuda"`` (a GPU or a named refusal) or ``"auto"``: the best.
 
+    ``"auto"`` takes the GPU where the driver shows one, and else the host. Compiled kernels are
+    cached in ``~/.cache/rota/kernels``.
+
     Raises:
-        DeviceError: ``cuda-unavailable`` (says why) or ``bad-argument`` (unknown spec).
+        DeviceError: ``cuda-unavailable`` (says why) or ``bad-argument`` (unknown spec); with
+            ``"cuda"`` and ``"auto"`` also what opening a GPU that is there raises.
     """
-    from .host import HostDevice  # late: the protocol must be importable by its own implementations
-
-    if spec in ("auto", "cpu"):
-        return HostDevice()
-    if spec == "cuda":
+    # Late: the protocol must be importable by its own implementations, and CUDA costs time.
+    if spec not in ("auto", "cpu", "cuda"):
         raise DeviceError(
-            f"no CUDA device can be used: {_why_no_cuda()}", code="cuda-unavailable", subject="cuda"
+            "unknown device",
+            code="bad-argument",
+            expected="'auto', 'cpu' or 'cuda'",
+            found=repr(spec),
         )
-    raise DeviceError(
-        "unknown device", code="bad-argument", expected="'auto', 'cpu' or 'cuda'", found=repr(spec)
-    )
+    if spec != "cpu":
+        from .cuda_probe import why_unavailable
 
+        if spec == "cuda" or why_unavailable() is None:
+            from .cuda import CudaDevice
 
-def _why_no_cuda() -> str:
-    """Name the first missing piece, without importing ``cuda`` (only the CUDA files may)."""
-    import ctypes
-    from importlib.util import find_spec
+            return CudaDevice(cache_dir=Path.home() / ".cache" / "rota" / "kernels")
+    from .host import HostDevice
 
-    try:
-        installed = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    except (ImportError, ValueError):  # an importer that refuses, or a broken parent package
-        installed = False
-    if not installed:
-        return "the package cuda-bindings is not installed (pip install 'rota[cuda]')"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "the driver library libcuda.so.1 is not on this machine"
-    return "the CUDA backend is not built in this version"
+    return HostDevice()

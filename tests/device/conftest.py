@@ -7,9 +7,10 @@ device whose addresses the CPU cannot follow.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -44,16 +45,22 @@ ADD_BYTES = KernelSpec(
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation under test. ``checked``: it defers work, poisons, and raises on leaks."""
+    """One implementation under test. ``checked``: it raises on leaks.
+
+    ``make`` is ``None`` for the CUDA device, which needs the machine tests run on.
+    """
 
     name: str
-    make: Callable[..., Device]
+    make: Callable[..., Device] | None
     checked: bool
+    logger: str = "rota.gpu.host"
 
 
 BACKENDS = (
     Backend("host-checked", lambda **kw: HostDevice(checked=True, **kw), True),
     Backend("host-serving", lambda **kw: HostDevice(checked=False, **kw), False),
+    Backend("cuda-checked", None, True, "rota.gpu.cuda"),
+    Backend("cuda-serving", None, False, "rota.gpu.cuda"),
 )
 
 
@@ -126,12 +133,19 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
-def make_device(backend: Backend) -> Iterator[Callable[..., Device]]:
+def make_device(
+    backend: Backend, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Device]]:
     """Open devices of the backend; whatever a test leaves in them is freed afterwards."""
     opened: list[Device] = []
+    make_one, driver = backend.make, None
+    if make_one is None:
+        machine = request.getfixturevalue("cuda_machine")
+        driver = machine.fake.reset() if machine.fake else None
+        make_one = functools.partial(machine.open, checked=backend.checked)
 
     def make(**keywords: object) -> Device:
-        device = backend.make(**keywords)
+        device = make_one(**keywords)
         opened.append(device)
         return device
 
@@ -142,12 +156,23 @@ def make_device(backend: Backend) -> Iterator[Callable[..., Device]]:
         except DeviceError as error:
             if error.code != "leak":  # leaks have their own tests; here they are only tidied up
                 raise
+    if driver is not None:
+        assert driver.live() == {}, driver.story
 
 
 @pytest.fixture
 def rig(backend: Backend, make_device: Callable[..., Device]) -> Rig:
     """A rig on each backend."""
     return Rig(make_device(), backend.checked)
+
+
+@pytest.fixture(params=BACKENDS[:2], ids=lambda backend: backend.name)
+def host_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A rig on each host backend, for what only a device that calls Python can do."""
+    device = request.param.make()
+    yield Rig(device, request.param.checked)
+    with suppress(DeviceError):  # leaks
+        device.close()
 
 
 @pytest.fixture

@@ -124,6 +124,7 @@ def test_open_device_names_what_cuda_lacks(monkeypatch):
         with monkeypatch.context() as patch:
             if block:
                 patch.setitem(sys.modules, "cuda", None)
+                patch.setitem(sys.modules, "cuda.bindings", None)
             with pytest.raises(DeviceError) as caught:
                 open_device("cuda")
         assert caught.value.code == "cuda-unavailable"
@@ -142,7 +143,12 @@ def test_open_device_refuses_what_it_does_not_know():
 def test_every_code_the_device_files_raise_is_documented_and_every_documented_code_is_raised():
     folder = Path(device_module.__file__).parent
     used = set()
-    for path in [folder / "device.py", folder / "decorators.py", *folder.glob("host*.py")]:
+    for path in [
+        folder / "device.py",
+        folder / "decorators.py",
+        *folder.glob("host*.py"),
+        *folder.glob("cuda*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "code":
                 if isinstance(node.value, ast.Constant):

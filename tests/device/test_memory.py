@@ -231,7 +231,7 @@ def test_close_is_idempotent_and_refuses_all_later_calls(rig):
             call()
 
 
-def test_leaks_are_named_at_close_and_freed(rig, caplog):
+def test_leaks_are_named_at_close_and_freed(rig, backend, caplog):
     d = rig.device
     d.alloc(64, label="pool")
     d.pinned_alloc(64, label="staging")
@@ -245,7 +245,7 @@ def test_leaks_are_named_at_close_and_freed(rig, caplog):
         with rig.refuses("leak", ", ".join(expected)):
             d.close()
     else:
-        with caplog.at_level(logging.WARNING, logger="rota.gpu.host"):
+        with caplog.at_level(logging.WARNING, logger=backend.logger):
             d.close()
         assert [record.getMessage() for record in caplog.records] == [
             f"alive at close, freed now: {', '.join(expected)}"

@@ -184,31 +184,31 @@ def test_a_kernel_needs_a_form_for_the_device_and_known_letters(rig):
         rig.device.launch(object(), (1, 1, 1), (1, 1, 1), (), rig.stream)
 
 
-def test_a_raising_host_kernel_is_launch_failed_and_keeps_its_cause(rig):
+def test_a_raising_host_kernel_is_launch_failed_and_keeps_its_cause(host_rig):
     def broken(value):
         raise ZeroDivisionError(f"with {value}")
 
-    kernel = rig.device.load_kernel(KernelSpec("broken", "i", host=broken))
-    with rig.refuses("launch-failed", "broken"):
-        rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (3,), rig.stream)
-        rig.device.synchronize(rig.stream)
+    kernel = host_rig.device.load_kernel(KernelSpec("broken", "i", host=broken))
+    with host_rig.refuses("launch-failed", "broken"):
+        host_rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (3,), host_rig.stream)
+        host_rig.device.synchronize(host_rig.stream)
     try:
-        rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (3,), rig.stream)
-        rig.device.synchronize(rig.stream)
+        host_rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (3,), host_rig.stream)
+        host_rig.device.synchronize(host_rig.stream)
     except DeviceError as error:
         assert isinstance(error.__cause__, ZeroDivisionError)
     else:
         pytest.fail("the second launch did not fail")
-    a = rig.device.alloc(4, label="a")
-    rig.device.memset(a, 2, 4, rig.stream)
-    assert rig.read(a, 4) == bytes([2] * 4)  # the stream lives on
+    a = host_rig.device.alloc(4, label="a")
+    host_rig.device.memset(a, 2, 4, host_rig.stream)
+    assert host_rig.read(a, 4) == bytes([2] * 4)  # the stream lives on
 
 
-def test_a_kernels_own_device_error_passes_unchanged(rig):
+def test_a_kernels_own_device_error_passes_unchanged(host_rig):
     def refusing():
         raise DeviceError("asked for", code="injected", subject="me")
 
-    kernel = rig.device.load_kernel(KernelSpec("refusing", "", host=refusing))
-    with rig.refuses("injected", "me"):
-        rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (), rig.stream)
-        rig.device.synchronize(rig.stream)
+    kernel = host_rig.device.load_kernel(KernelSpec("refusing", "", host=refusing))
+    with host_rig.refuses("injected", "me"):
+        host_rig.device.launch(kernel, (1, 1, 1), (1, 1, 1), (), host_rig.stream)
+        host_rig.device.synchronize(host_rig.stream)

@@ -1,0 +1,191 @@
+"""PTX instructions that need to know exactly which lanes run them: memory, shuffles, traps.
+
+Owns nothing. Each closure judges before it acts, and names the instruction in what it raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import AccessError
+from .ptx_ops import TYPES, Lanes, Reader, Select, State, _reader
+from .ptx_parse import Instruction, KernelCode
+
+Run = Callable[[State, Select], None]
+ADDRESS = re.compile(r"^\[([%\w$.]+)(?:\+(-?\w+))?\]$")
+
+
+def memory_op(code: KernelCode, ins: Instruction) -> Run | None:
+    """The closure of an instruction of this kind, or ``None``."""
+    name = ins.op[0]
+    if name in ("ld", "st"):
+        return _load_store(code, ins)
+    if name == "shfl":
+        return _shuffle(code, ins)
+    if name == "trap":
+
+        def trap(state: State, sel: Select) -> None:
+            raise AccessError(f"{code.name}: trap")
+
+        return trap
+    return None
+
+
+def _load_store(code: KernelCode, ins: Instruction) -> Run | None:
+    op, o = ins.op, ins.operands
+    kind = op[-1]
+    want = np.dtype(TYPES[kind])
+    vector = next((int(part[1]) for part in op if part in ("v2", "v4")), 1)
+    loading = op[0] == "ld"
+    match = ADDRESS.match(o[1] if loading else o[0])
+    if match is None:
+        return None
+    symbol, offset = match.group(1), int(match.group(2) or "0", 0)
+    names = [x.strip() for x in (o[0] if loading else o[1]).strip("{}").split(",")]
+    what = f"{code.name}: `{ins.text}`"
+    if op[1] == "param":
+        return lambda s, sel: s.put(names[0], s.params[symbol], sel)
+    where = _reader(symbol, "u64", code)
+    values = [] if loading else [_reader(name, kind, code) for name in names]
+    access = _shared if "shared" in op else _global
+    if op[1] not in ("global", "shared"):
+        return None
+
+    def run(s: State, sel: Select) -> None:
+        ids = s.ids(sel)
+        address = where(s, sel) + np.uint64(offset & (2**64 - 1))
+        data = None
+        if not loading:
+            data = np.stack([np.broadcast_to(v(s, sel), len(ids)) for v in values])
+        found = access(s, ids, address, want, vector, data, what)
+        if found is not None:
+            for name, value in zip(names, found, strict=True):
+                if name != "_":
+                    s.put(name, value, sel)
+
+    return run
+
+
+def _global(
+    s: State,
+    ids: npt.NDArray[np.int64],
+    address: Lanes,
+    want: np.dtype[np.generic],
+    vector: int,
+    data: Lanes,
+    what: str,
+) -> Lanes:
+    item = want.itemsize
+    same = not isinstance(address, np.ndarray)
+    lanes = np.atleast_1d(address)
+    s.arena.judge_lanes(lanes, item * vector, what)
+    memory = s.arena.view(item)
+    # The arena starts on a page, so an aligned address is a whole number of elements from it.
+    at = ((lanes - np.uint64(s.arena.base)) // np.uint64(item)).astype(np.int64)
+    if data is None:
+        found = [memory[at + j] for j in range(vector)]
+        return [value[0] for value in found] if same else found
+    lanes, at = np.broadcast_to(lanes, len(ids)), np.broadcast_to(at, len(ids))
+    bits = data.view(memory.dtype)
+    for j in range(vector):
+        memory[at + j] = bits[j]
+        if (memory[at + j] != bits[j]).any():
+            raise AccessError(f"{what}: two lanes store different values to one address")
+        s.stores.append((lanes + np.uint64(item * j), s.block[ids] + s.first_block))
+    return None
+
+
+def _shared(
+    s: State,
+    ids: npt.NDArray[np.int64],
+    address: Lanes,
+    want: np.dtype[np.generic],
+    vector: int,
+    data: Lanes,
+    what: str,
+) -> Lanes:
+    nbytes = want.itemsize * vector
+    start = np.broadcast_to(address, len(ids)).astype(np.int64)
+    if (start < 0).any() or (start + nbytes > s.shared_bytes).any():
+        raise AccessError(f"{what}: outside the block's {s.shared_bytes} shared bytes", 700)
+    if (start % nbytes).any():
+        raise AccessError(f"{what}: misaligned {nbytes}-byte shared access", 716)
+    block = s.block[ids][:, None]
+    cells = start[:, None] + np.arange(nbytes)
+    warp = (s.thread[ids] // 32).astype(np.int32)[:, None]
+    epoch = s.epoch[s.block[ids]][:, None]
+    race = (s.wrote_at[block, cells] == epoch) & (s.wrote[block, cells] != warp)
+    if data is not None:
+        # -2 stands for several reading warps.
+        race |= (s.read_at[block, cells] == epoch) & (s.readers[block, cells] != warp)
+    if race.any():
+        at = int(np.flatnonzero(race.any(axis=1))[0])
+        raise AccessError(
+            f"{what}: race in shared memory between warps (no barrier between the accesses), "
+            f"block {int(s.block[ids[at]]) + s.first_block} thread {int(s.thread[ids[at]])}"
+        )
+    if data is None:
+        known = s.read_at[block, cells] == epoch
+        other = known & (s.readers[block, cells] != warp)
+        s.readers[block, cells] = np.where(other, -2, warp)
+        s.read_at[block, cells] = epoch
+        # Two warps that read one cell in this very instruction: the later lane won above.
+        shared_by = s.readers[block, cells] != np.where(other, -2, warp)
+        if shared_by.any():
+            b, c = np.broadcast_to(block, cells.shape)[shared_by], cells[shared_by]
+            s.readers[b, c] = -2
+        raw = np.ascontiguousarray(s.shared[block, cells])
+        return list(raw.view(f"u{want.itemsize}").T.copy())
+    raw = np.ascontiguousarray(data.T).view(np.uint8).reshape(len(ids), nbytes)
+    s.shared[block, cells] = raw
+    s.wrote[block, cells] = warp
+    s.wrote_at[block, cells] = epoch
+    clash = s.wrote[block, cells] != warp
+    if clash.any() or (s.shared[block, cells] != raw).any():
+        raise AccessError(f"{what}: race in shared memory: two threads store to one address")
+    return None
+
+
+def _shuffle(code: KernelCode, ins: Instruction) -> Run | None:
+    o, mode = ins.operands, ins.op[2]
+    target, _, flag = o[0].partition("|")
+    source: Reader = _reader(o[1], "b32", code)
+    by, clamp = _reader(o[2], "u32", code), _reader(o[3], "u32", code)
+    mask = _reader(o[4], "u32", code)
+    what = f"{code.name}: `{ins.text}`"
+
+    def run(s: State, sel: Select) -> None:
+        ids = s.ids(sel)
+        if (np.atleast_1d(clamp(s, sel)) != (0 if mode == "up" else 31)).any():
+            raise AccessError(f"{what}: shuffles of part of a warp are not modelled", 715)
+        lane = s.thread[ids] % 32
+        step = np.broadcast_to(by(s, sel), len(ids)).astype(np.int64)
+        wanted = {
+            "bfly": lane ^ step,
+            "down": lane + step,
+            "up": lane - step,
+            "idx": step,
+        }[mode]
+        inside = (wanted >= 0) & (wanted < 32)
+        from_lane = np.where(inside, wanted, lane)
+        masks = np.broadcast_to(mask(s, sel), len(ids))
+        # The lanes of each warp that run this now, as bits.
+        warp_start = ids - lane
+        running = np.zeros(s.lanes, np.uint32)
+        np.bitwise_or.at(running, warp_start, np.uint32(1) << lane.astype(np.uint32))
+        if (running[warp_start] != masks).any():
+            raise AccessError(f"{what}: not all lanes of the mask run the shuffle, or others do")
+        values = np.zeros(s.lanes, np.uint32)
+        values[ids] = source(s, sel)
+        from_id = warp_start + from_lane
+        if not (running[warp_start] >> from_lane.astype(np.uint32) & np.uint32(1)).all():
+            raise AccessError(f"{what}: a source lane of the shuffle does not run it")
+        s.put(target, values[from_id], sel)
+        if flag and flag != "_":
+            s.put(flag, inside, sel)
+
+    return run
