@@ -19,7 +19,7 @@ from .core.snapshot import Stats
 from .streams import GenerationEvent
 
 if TYPE_CHECKING:
-    from ..gpu.model.sampling import SamplingParams
+    from ..gpu.model.params import SamplingParams
 
 
 class Default:

@@ -23,19 +23,22 @@ if TYPE_CHECKING:
         StagingError,
         WireError,
     )
-    from .gpu.model.sampling import SamplingParams
+    from .gpu.model.params import SamplingParams
     from .sched.engine import Engine
     from .sched.face import DEFAULT, AdapterReply
+    from .sched.ipc.client import Client, connect
     from .sched.streams import GenerationEvent
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "AdapterReply": ".sched.face",
+    "Client": ".sched.ipc.client",
+    "connect": ".sched.ipc.client",
     "DEFAULT": ".sched.face",
     "Engine": ".sched.engine",
     "GenerationEvent": ".sched.streams",
-    "SamplingParams": ".gpu.model.sampling",
+    "SamplingParams": ".gpu.model.params",
     "CapacityError": ".errors",
     "CommandError": ".errors",
     "DeviceError": ".errors",
@@ -53,6 +56,7 @@ __all__ = [
     "DEFAULT",
     "AdapterReply",
     "CapacityError",
+    "Client",
     "CommandError",
     "DeviceError",
     "Engine",
@@ -66,6 +70,7 @@ __all__ = [
     "SamplingParams",
     "StagingError",
     "WireError",
+    "connect",
 ]
 
 

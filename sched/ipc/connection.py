@@ -1,0 +1,329 @@
+"""One frontend's connection, at the engine's end.
+
+Owns the tasks of one connection: a reader, a writer, one pump for each request and one task for
+each call. Invariants: the output buffer is bounded (pumps wait above ``high_water``, credits bound
+each request), so a slow frontend slows its own requests only; when the connection ends, however it
+ends, every request of it is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from ... import __version__
+from ...errors import CapacityError, RotaError, WireError
+from ..face import DEFAULT, GenerationLike
+from ..failures import to_failure
+from . import wire
+from .limits import IpcLimits
+from .session import ServerSession
+from .verbs import Uploads, answer, in_thread
+
+_log = logging.getLogger("rota.sched.ipc")
+_RECEIVE = 256 << 10
+_LONG_PROMPT = 4096
+_BATCH = 256
+_GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class _Request:
+    """A request's credit and the generation it reads."""
+
+    __slots__ = ("cancelled", "credit", "generation", "wake")
+
+    def __init__(self, credit: int) -> None:
+        self.credit = credit
+        self.cancelled = False
+        self.generation: GenerationLike | None = None
+        self.wake = anyio.Event()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.generation is not None:
+            self.generation.cancel()
+        self.wake.set()
+
+
+def card_of(info: Any) -> wire.ModelCard:
+    """What the engine says about its model, for the wire."""
+    return wire.ModelCard(
+        family=str(getattr(info, "family", "")),
+        dtype=str(getattr(info, "dtype", "")),
+        vocab_size=int(info.vocab_size),
+        context_length=int(info.context_length),
+        block_size=int(info.block_size),
+        num_blocks=int(info.num_blocks),
+        eos_ids=tuple(sorted(info.eos_ids)),
+    )
+
+
+class Connection:
+    """Serve one byte stream until it ends; see the module."""
+
+    def __init__(
+        self,
+        engine: Any,
+        stream: anyio.abc.ByteStream,
+        *,
+        schema: str,
+        token: str | None,
+        limits: IpcLimits,
+        roots: Sequence[str] | None,
+    ) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._limits = limits
+        self._roots = roots
+        self._session = ServerSession(schema, limits, token)
+        self._requests: dict[int, _Request] = {}
+        self._calls: dict[int, anyio.CancelScope] = {}
+        self._uploads = Uploads(limits.max_uploads, limits.max_upload_bytes)
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._wake = anyio.Event()
+        self._drained = anyio.Event()
+
+    async def run(self) -> None:
+        """Serve. Never raises for a fault of the frontend; closes the stream."""
+        try:
+            if await self._welcome():
+                async with anyio.create_task_group() as self._tasks:
+                    self._tasks.start_soon(self._write)
+                    await self._read()
+                    self._tasks.cancel_scope.cancel()
+        finally:
+            self._session.close()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
+                await self._last_words()
+            await anyio.aclose_forcefully(self._stream)
+
+    async def _welcome(self) -> bool:
+        with anyio.move_on_after(self._limits.hello_timeout_s):
+            try:
+                while not self._session.ready:
+                    self._session.receive_data(await self._stream.receive(_RECEIVE))
+                    for message in self._session.events():
+                        if isinstance(message, wire.Hello):
+                            self._send_welcome()
+                        else:
+                            raise WireError("a message before the Welcome", code="wire-order")
+            except WireError as error:
+                _log.warning("a frontend was refused: %s", error)
+            except RotaError as error:
+                self._session.send(wire.Refused(to_failure(error)))
+            except _GONE:
+                pass
+            else:
+                return True
+        return False
+
+    def _send_welcome(self) -> None:
+        self._session.send(
+            wire.Welcome(
+                wire.VERSION,
+                __version__,
+                card_of(self._engine.info),
+                self._engine.stats(),
+                self._limits.chunk,
+                self._limits.max_credit,
+            )
+        )
+
+    async def _last_words(self) -> None:
+        data = self._session.data_to_send()
+        if data:
+            try:
+                await self._stream.send(data)
+            except _GONE:
+                pass
+
+    # reading and writing ------------------------------------------------------------------------
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._session.receive_data(await self._stream.receive(_RECEIVE))
+                for message in self._session.events():
+                    self._dispatch(message)
+        except WireError as error:
+            _log.warning("a frontend breaks the protocol: %s", error)
+            self._session.send(wire.Refused(to_failure(error)))
+        except _GONE:
+            pass
+
+    async def _write(self) -> None:
+        frames = self._session.frames
+        while True:
+            if not frames.pending:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+            data = frames.data_to_send()
+            self._drained.set()
+            with anyio.move_on_after(self._limits.send_timeout_s) as scope:
+                try:
+                    await self._stream.send(data)
+                except _GONE:
+                    scope.cancel()
+            if scope.cancel_called:
+                assert self._tasks is not None
+                self._tasks.cancel_scope.cancel()
+
+    def _send(self, message: Any) -> None:
+        self._session.send(message)
+        self._wake.set()
+
+    def _dispatch(self, message: Any) -> None:
+        assert self._tasks is not None
+        match message:
+            case wire.Generate():
+                self._generate(message)
+            case wire.Credit(request, events):
+                self._credit(request, events)
+            case wire.Cancel(request):
+                if (found := self._requests.get(request)) is not None:
+                    found.cancel()
+            case wire.Call(call, verb):
+                self._call(call, verb)
+            case wire.CancelCall(call):
+                if (scope := self._calls.get(call)) is not None:
+                    scope.cancel()
+            case wire.Upload():
+                self._refuse_upload(self._uploads.begin(message))
+            case wire.Chunk():
+                self._refuse_upload(self._uploads.chunk(message))
+            case wire.DropUpload(upload):
+                self._uploads.drop(upload)
+            case wire.Ping(number):
+                self._send(wire.Pong(number))
+            case _:
+                pass  # a Pong
+
+    def _refuse_upload(self, why: str | None) -> None:
+        if why is not None:
+            raise WireError(f"upload refused: {why}", code="bad-upload")
+
+    # requests -----------------------------------------------------------------------------------
+    def _generate(self, message: wire.Generate) -> None:
+        assert self._tasks is not None
+        if message.request in self._requests:
+            raise WireError("the request id is in use", code="wire-order")
+        if len(self._requests) >= self._limits.max_requests:
+            full = CapacityError(
+                "too many requests of one connection",
+                code="QUEUE_FULL",
+                expected=f"at most {self._limits.max_requests}",
+                retry_after_s=0.1,
+            )
+            self._send(wire.Ended(message.request, to_failure(full)))
+            return
+        request = _Request(min(max(0, message.credit), self._limits.max_credit))
+        self._requests[message.request] = request
+        self._tasks.start_soon(self._pump, message, request)
+
+    def _credit(self, ident: int, events: int) -> None:
+        request = self._requests.get(ident)
+        if request is None:
+            return
+        if events < 0:
+            raise WireError("negative credit", code="wire-malformed")
+        request.credit = min(request.credit + events, self._limits.max_credit)
+        request.wake.set()
+
+    async def _pump(self, message: wire.Generate, request: _Request) -> None:
+        failure = None
+        try:
+            await self._follow(message, request)
+        except RotaError as error:
+            failure = to_failure(error)
+        except Exception as error:  # a bug must not take the other requests down
+            _log.exception("a request failed unexpectedly")
+            failure = to_failure(error)
+        finally:
+            del self._requests[message.request]
+        self._send(wire.Ended(message.request, failure))
+
+    async def _follow(self, message: wire.Generate, request: _Request) -> None:
+        prompt: Any = message.prompt
+        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT:
+            prompt = await in_thread(self._engine.tokenizer.encode, prompt)
+        if request.cancelled:
+            return
+        generation: GenerationLike = self._engine.generate(
+            prompt,
+            DEFAULT if message.use_default else message.adapter,
+            message.sampling,
+            priority=message.priority,
+            deadline_s=message.deadline_s,
+        )
+        frames, high_water = self._session.frames, self._limits.high_water
+        request.generation = generation
+        frames, high_water = self._session.frames, self._limits.high_water
+        try:
+            while True:
+                while not (request.credit or request.cancelled):
+                    request.wake = anyio.Event()
+                    await request.wake.wait()
+                while frames.pending > high_water:
+                    if self._drained.is_set():
+                        self._drained = anyio.Event()
+                    await self._drained.wait()
+                events = await generation.take(min(request.credit, _BATCH) or _BATCH)
+                if not events:
+                    return
+                if request.cancelled:
+                    # Nobody counts on these any more; the last one says how it ended.
+                    events = [e for e in events if e.finish_reason is not None]
+                request.credit = max(0, request.credit - len(events))
+                if events:
+                    wired = tuple([wire.to_event(e) for e in events])
+                    self._send(wire.Tokens(message.request, wired))
+        finally:
+            generation.cancel()
+
+    # calls --------------------------------------------------------------------------------------
+    def _call(self, call: int, verb: wire.Verb) -> None:
+        assert self._tasks is not None
+        if call in self._calls:
+            raise WireError("the call id is in use", code="wire-order")
+        if len(self._calls) >= self._limits.max_calls:
+            full = CapacityError(
+                "too many calls of one connection",
+                code="QUEUE_FULL",
+                expected=f"at most {self._limits.max_calls}",
+                retry_after_s=0.1,
+            )
+            self._send(wire.Result(call, wire.Nothing(), to_failure(full)))
+            return
+        scope = self._calls[call] = anyio.CancelScope()
+        self._tasks.start_soon(self._answer, call, verb, scope)
+
+    async def _answer(self, call: int, verb: wire.Verb, scope: anyio.CancelScope) -> None:
+        result: wire.Answer = wire.Nothing()
+        failure = None
+        try:
+            with scope:
+                result = await answer(self._engine, verb, self._uploads, self._roots)
+        except RotaError as error:
+            failure = to_failure(error)
+        except Exception as error:
+            _log.exception("a call failed unexpectedly")
+            failure = to_failure(error)
+        finally:
+            del self._calls[call]
+        try:
+            self._send(wire.Result(call, result, failure, self._snapshot(verb)))
+        except WireError as error:
+            self._send(wire.Result(call, wire.Nothing(), to_failure(error)))
+
+    def _snapshot(self, verb: wire.Verb) -> Any:
+        if isinstance(verb, (wire.GetStory, wire.ChatPrompt, wire.Encode, wire.Pieces)):
+            return None
+        try:
+            stats = self._engine.stats()
+        except RotaError:
+            return None
+        few = len(stats.adapters) <= self._limits.stats_adapters
+        return stats if few or isinstance(verb, wire.GetStats) else None
