@@ -125,6 +125,7 @@ class Client:
         self._card = welcome.card
         self._window = min(self._window, welcome.max_credit)
         self._link = link
+        self._lost = gone("the connection to the engine is lost", self._backoff.first_s)
         self._up.set()
         return link
 
