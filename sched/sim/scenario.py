@@ -98,7 +98,18 @@ class Scenario(msgspec.Struct, frozen=True, omit_defaults=True):
     limit_s: float = 400.0
 
 
-PROFILES = ("mix", "hot", "reload", "pressure", "cancel", "faults", "close", "clock", "fatal")
+PROFILES = (
+    "mix",
+    "hot",
+    "reload",
+    "pressure",
+    "cancel",
+    "faults",
+    "close",
+    "clock",
+    "fatal",
+    "rotate",
+)
 _NEVER = 1e9
 _FAULT_KINDS: tuple[FaultKind, ...] = ("step", "row", "commit", "retire", "commit")
 
@@ -173,7 +184,7 @@ class _Maker:
         return Ask(
             self.time() if at is None else at,
             adapter,
-            rng.random() < 0.1,
+            rng.random() < (0.6 if self.profile == "rotate" else 0.1),
             rng.randrange(1, 90 if long else 40),
             rng.randrange(1, 60 if long else 25),
             rng.choice([0, 0, 0, 1]),
@@ -223,6 +234,11 @@ class _Maker:
         count = rng.choice([20, 40]) if profile == "reload" else rng.choice([2, 6, 14])
         for _ in range(count):
             self.actions.append(self.do(rng.choice(verbs), bad))
+        if profile == "rotate":
+            self.actions += [self.do("rotate", 0.0) for _ in range(12)]
+        if profile == "pressure":
+            busy = ["replace", "replace", "promote", "swap", "unload"]
+            self.actions += [self.do(rng.choice(busy), 0.0) for _ in range(25)]
         if profile == "reload":
             one = self.names[0]
             for _ in range(12):
@@ -248,7 +264,7 @@ class _Maker:
         return Scenario(
             seed,
             profile,
-            "trio" if seed % 5 == 4 else "asyncio",
+            "trio" if seed % 7 == 4 else "asyncio",
             self.config,
             tuple(self.actions[i] for i in order),
             tuple(self.faults),
