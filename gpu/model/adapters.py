@@ -155,6 +155,10 @@ class Adapters:
             self._plans[slots] = found
         return found
 
+    def every_group(self) -> tuple[LayerPlan, ...]:
+        """A plan that launches all groups, to have their kernels compiled."""
+        return tuple((g[0], g[1], g[2], g[3]) for g in self._groups)
+
     def set_rows(self, slots: Sequence[int]) -> int:
         """Write the slot of every token; returns the buffer's address."""
         self.pool.set_row_slots(slots, self._stream)

@@ -44,6 +44,22 @@ def blocks_within(config: ModelConfig, dtype: torch.dtype, nbytes: int) -> int:
     return min(nbytes // each, MAX_BLOCKS)
 
 
+def spare_bytes(
+    device: Device, config: ModelConfig, dtype: torch.dtype, model_bytes: int, sequences: int
+) -> int:
+    """KV bytes when nothing was asked for: half of what is free, or all that can ever be used.
+
+    That is enough for ``sequences`` sequences to fill the context. ``model_bytes``: the weights.
+    """
+    free, _ = device.memory_info()
+    if device.host_addressable:
+        # The weights are the same machine's memory and were not taken from the device.
+        free -= model_bytes
+    each = kv_bytes_per_block(config, dtype)
+    enough = sequences * -(-config.context // BLOCK_TOKENS) * each
+    return min(max(free, 0) // 2, enough)
+
+
 class KvCache:
     """Keys and values of every layer: tensors ``[num_blocks, kv_heads, 16, head_dim]``.
 

@@ -9,7 +9,9 @@ on base; `close` gives everything back exactly once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,10 +28,10 @@ from .adapters import Adapters
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
-from .kv import KvCache, blocks_within, kv_bytes_per_block
+from .kv import KvCache, blocks_within, spare_bytes
 from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
-from .sampling import Choice, Sampler, SamplingParams, sample_rows
+from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .weights import DtypeName, Weights, load_weights
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
@@ -112,7 +114,7 @@ class Runner:
                 )
             if num_blocks is None:
                 if kv_bytes is None:
-                    kv_bytes = _spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
+                    kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
         except BaseException:
@@ -121,6 +123,7 @@ class Runner:
         context = min(config.context, num_blocks * BLOCK_TOKENS)
         limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
         self._batch = StepBatch(limits)
+        self._sample = RowSampler(config.vocab)
         self._model: LlamaModel | None = LlamaModel(
             config, weights, kernels, self._kv, self._batch, positions=context
         )
@@ -185,7 +188,7 @@ class Runner:
         path = Path(model_dir)
         config = load_config(path)
         weights, kernels = load_weights(path, config, dtype, use_numba=use_numba)
-        return cls(
+        runner = cls(
             device,
             config,
             weights,
@@ -198,6 +201,32 @@ class Runner:
             max_step_tokens=max_step_tokens,
             max_sequences=max_sequences,
         )
+        try:
+            runner.warm_up()
+        except BaseException:
+            runner._free()
+            raise
+        return runner
+
+    def warm_up(self) -> None:
+        """Run every kernel once, so that no request waits for a compiler.
+
+        Takes seconds the first time. Call it before the first step: it writes KV block 0.
+
+        Raises:
+            DeviceError: step-failed, runner-closed.
+        """
+        model, adapters = self._alive(), self._adapters
+        n = self._batch.fill([RowInput(0, -1, 0, (0,), (0,), True)])
+        begin = time.perf_counter()
+        with torch.inference_mode(), _named_failure():
+            model.embed(n)
+            if adapters is None:
+                h, delta = model.layers(n, None, 0)
+            else:
+                h, delta = model.layers(n, adapters.every_group(), adapters.set_rows([-1]))
+            model.head(h, delta, [0])
+        logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
 
     # Sequences
 
@@ -250,15 +279,8 @@ class Runner:
         model = self._alive()
         slots = self._row_slots(rows)
         n = self._batch.fill(rows)
-        try:
-            with torch.inference_mode():
-                return self._run(model, rows, n, slots)
-        except RotaError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
-            ) from error
+        with torch.inference_mode(), _named_failure():
+            return self._run(model, rows, n, slots)
 
     def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
         slots = frozenset(row.slot for row in rows)
@@ -312,10 +334,10 @@ class Runner:
         samplers = [self._samplers.get(seq) for seq in seqs]
         found = [sampler for sampler in samplers if sampler is not None]
         if len(found) == len(samplers):
-            return sample_rows(found, logits)
+            return self._sample(found, logits)
         # Opening was refused for these; the others go on.
         open_rows = [i for i, sampler in enumerate(samplers) if sampler is not None]
-        chosen = iter(sample_rows(found, logits[open_rows]))
+        chosen = iter(self._sample(found, logits[open_rows]))
         return [
             Choice(-1, error=_not_open(seq)) if sampler is None else next(chosen)
             for seq, sampler in zip(seqs, samplers, strict=True)
@@ -345,6 +367,19 @@ class Runner:
         self._device.destroy_stream(self._stream)
 
 
+@contextmanager
+def _named_failure() -> Iterator[None]:
+    """Turn what a library raises into a DeviceError with a code."""
+    try:
+        yield
+    except RotaError:
+        raise
+    except Exception as error:
+        raise DeviceError(
+            f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
+        ) from error
+
+
 def _output(seq: int, choice: Choice) -> RowOutput:
     return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)
 
@@ -355,16 +390,3 @@ def _not_open(seq: int) -> InternalError:
         code="sequence-not-open",
         subject=f"sequence {seq}",
     )
-
-
-def _spare_bytes(
-    device: Device, config: ModelConfig, dtype: torch.dtype, model_bytes: int, sequences: int
-) -> int:
-    """Half of what the device has left, or enough for every sequence to fill its context."""
-    free, _ = device.memory_info()
-    if device.host_addressable:
-        # The weights are the same machine's memory and were not taken from the device.
-        free -= model_bytes
-    each = kv_bytes_per_block(config, dtype)
-    enough = sequences * -(-config.context // BLOCK_TOKENS) * each
-    return min(max(free, 0) // 2, enough)

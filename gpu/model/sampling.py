@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,16 +23,17 @@ import torch
 from ...errors import InternalError, RequestError, RotaError
 from .params import SamplingParams
 
-__all__ = ["Choice", "Sampler", "SamplingParams", "sample_rows"]
+__all__ = ["Choice", "RowSampler", "Sampler", "SamplingParams"]
 
 Floats = npt.NDArray[np.float32]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST_LOOK = 1024
+_CHUNK_ROWS = 8
+"""Rows widened to fp32 at a time: few enough to stay in a cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """``token``, or ``error`` and -1; with logprobs asked for, natural logs and the top ids."""
 
     token: int
@@ -219,27 +220,46 @@ class Sampler:
         return Choice(token, float(wide[token]), top)
 
 
-def sample_rows(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice]:
-    """One choice per row of ``logits`` ``[rows, vocab]`` (any float dtype), in row order."""
-    if len(samplers) != logits.shape[0]:
-        raise InternalError("a sampler is missing", expected=logits.shape[0], found=len(samplers))
-    rows: Floats = logits.float().numpy()
+class RowSampler:
+    """Chooses for many rows, through one small fp32 buffer.
+
+    Args:
+        vocab: width of a row of logits.
+    """
+
+    def __init__(self, vocab: int) -> None:
+        self._wide = torch.zeros((_CHUNK_ROWS, vocab))
+
+    def __call__(self, samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice]:
+        """One choice per row of ``logits`` ``[rows, vocab]`` (any float dtype), in row order.
+
+        Raises:
+            InternalError: when there is not one sampler for each row.
+        """
+        if len(samplers) != logits.shape[0]:
+            raise InternalError(
+                "not one sampler for each row", expected=logits.shape[0], found=len(samplers)
+            )
+        choices: list[Choice] = []
+        for start in range(0, len(samplers), _CHUNK_ROWS):
+            part = samplers[start : start + _CHUNK_ROWS]
+            wide = self._wide[: len(part)]
+            wide.copy_(logits[start : start + len(part)])
+            choices += _choose_each(part, wide.numpy())
+        return choices
+
+
+def _choose_each(samplers: Sequence[Sampler], rows: npt.NDArray[np.float32]) -> list[Choice]:
     if not all(sampler.plain for sampler in samplers):
         return [sampler.choose(row) for sampler, row in zip(samplers, rows, strict=True)]
-    # numpy returns the first of equal maxima, and the place of a NaN if there is one.
+    # numpy returns the first of equal maxima, and the place of a NaN if there is one. A plain
+    # sampler has no state to bring up to date.
     tokens = rows.argmax(axis=1)
     peaks = rows[np.arange(len(rows)), tokens]
-    good = np.isfinite(peaks)
-    choices = []
-    for sampler, token, peak, fine in zip(
-        samplers, tokens.tolist(), peaks.tolist(), good.tolist(), strict=True
-    ):
-        if fine:
-            sampler.accept(token)
-            choices.append(Choice(token))
-        else:
-            choices.append(Choice(-1, error=bad_logits(peak)))
-    return choices
+    return [
+        Choice(token) if math.isfinite(peak) else Choice(-1, error=bad_logits(peak))
+        for token, peak in zip(tokens.tolist(), peaks.tolist(), strict=True)
+    ]
 
 
 def bad_logits(found: object) -> RotaError:

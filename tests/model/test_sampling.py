@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rota.errors import InternalError, RequestError
-from rota.gpu.model.sampling import Sampler, SamplingParams, candidates, sample_rows, uniform
+from rota.gpu.model.sampling import RowSampler, Sampler, SamplingParams, candidates, uniform
 
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = np.log(PROBABILITIES).astype(np.float32)
@@ -108,7 +108,7 @@ def test_draws_depend_on_the_own_seed_and_not_on_other_rows():
     expected = [alone.choose(LOGITS).token for _ in range(50)]
     mine = sampler(temperature=1.0, seed=5)
     others = [sampler(temperature=1.0, seed=6), sampler()]
-    found = [sample_rows([others[0], mine, others[1]], logits)[1].token for _ in range(50)]
+    found = [RowSampler(5)([others[0], mine, others[1]], logits)[1].token for _ in range(50)]
     assert found == expected
     assert [sampler(temperature=1.0, seed=s).choose(LOGITS).token for s in range(50)] != expected
 
@@ -117,7 +117,7 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
     tied = np.array([1, 3, 3, 2, 3], np.float32)
     assert sampler().choose(tied).token == 1
     assert sampler(logprobs=1).choose(tied).token == 1
-    assert sample_rows([sampler()], torch.from_numpy(tied)[None].bfloat16())[0].token == 1
+    assert RowSampler(5)([sampler()], torch.from_numpy(tied)[None].bfloat16())[0].token == 1
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -172,7 +172,7 @@ def test_unusable_logits_end_their_row_alone(poison, fields):
     logits[1] = -math.inf if poison == "all -inf" else logits[1]
     if poison != "all -inf":
         logits[1, 2] = poison
-    choices = sample_rows([sampler(**fields) for _ in range(3)], logits)
+    choices = RowSampler(5)([sampler(**fields) for _ in range(3)], logits)
     assert choices[1].token == -1
     assert isinstance(choices[1].error, RequestError) and choices[1].error.code == "bad-logits"
     for row in (0, 2):
@@ -190,4 +190,16 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 def test_one_sampler_for_each_row():
     with pytest.raises(InternalError):
-        sample_rows([sampler()], torch.zeros((2, 5)))
+        RowSampler(5)([sampler()], torch.zeros((2, 5)))
+
+
+def test_more_rows_than_fit_in_one_piece():
+    logits = torch.randn((21, 5), generator=torch.Generator().manual_seed(0))
+    choose = RowSampler(5)
+    expected = logits.argmax(dim=1).tolist()
+    assert [c.token for c in choose([sampler() for _ in range(21)], logits)] == expected
+    mixed = [sampler(logprobs=0) if i % 2 else sampler() for i in range(21)]
+    assert [c.token for c in choose(mixed, logits)] == expected
+    assert [c.logprob is None for c in choose(mixed, logits)[16:]] == [
+        i % 2 == 0 for i in range(16, 21)
+    ]
