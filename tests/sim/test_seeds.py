@@ -63,7 +63,7 @@ def test_the_seeds_visit_what_can_go_wrong() -> None:
             if failure is not None:
                 codes.add(failure.code)
 
-    for seed in range(6 * len(PROFILES)):
+    for seed in range(9 * len(PROFILES)):
         run_scenario(scenario_of(seed), (watch,))
     assert set(fx.Effect.__args__) <= kinds  # type: ignore[attr-defined]
     assert set(ev.Event.__args__) <= kinds  # type: ignore[attr-defined]
