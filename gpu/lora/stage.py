@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,30 @@ class StagedAdapter:
     digest: str
 
 
+@runtime_checkable
+class SelfStaging(Protocol):
+    """A source that knows a shorter way to an image than its bytes (a peer that packs ahead).
+
+    What it returns must be what `stage` would have made of the same bytes: audited, to the last
+    bit, with the same refusals.
+    """
+
+    def stage_for(
+        self,
+        layout: SlotLayout,
+        limits: StageLimits,
+        base_rows: BaseRows | None = None,
+        *,
+        clock: Callable[[], float] = ...,
+        cancelled: Callable[[], bool] | None = None,
+        buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+    ) -> StagedAdapter:
+        """See `stage`."""
+        ...
+
+
 def stage(
-    source: AdapterSource,
+    source: AdapterSource | SelfStaging,
     layout: SlotLayout,
     limits: StageLimits | None = None,
     base_rows: BaseRows | None = None,
@@ -56,7 +79,7 @@ def stage(
     """Read one adapter and pack it for ``layout``.
 
     Args:
-        source: where the bytes come from.
+        source: where the bytes come from; one that is `SelfStaging` does it all itself.
         layout: of the pool it is for.
         limits: bounds on what is read; default `StageLimits()`.
         base_rows: the base model's matrices, needed only for ``modules_to_save`` of embed_tokens
@@ -71,6 +94,10 @@ def stage(
         InternalError: bad-buffer.
     """
     limits = StageLimits() if limits is None else limits
+    if isinstance(source, SelfStaging):
+        return source.stage_for(
+            layout, limits, base_rows, clock=clock, cancelled=cancelled, buffer=buffer
+        )
     marks = [clock()]
 
     def phase_done() -> None:

@@ -325,3 +325,21 @@ def test_delta_norms_are_exact(kit: Any) -> None:
         expected = 2.0 * np.linalg.norm(b.astype(np.float64) @ a.astype(np.float64))
         assert norms[layout.pair_index[layer, module]] == pytest.approx(expected, rel=1e-12)
     assert np.count_nonzero(norms) == 2
+
+
+def test_a_source_that_stages_itself_is_asked_for_the_image(kit: Any) -> None:
+    layout, limits, flag = kit.layout(), StageLimits(), lambda: False
+    ready = kit.stage(kit.pair())
+    asked: list[Any] = []
+
+    class Ahead:
+        def read(self, limits: FileLimits) -> Any:
+            raise AssertionError("the image is ready: nothing to read")
+
+        def stage_for(self, *args: Any, **more: Any) -> Any:
+            asked.append((args, more))
+            return ready
+
+    assert stage(Ahead(), layout, limits, "rows", clock=int, cancelled=flag) is ready
+    expected = {"clock": int, "cancelled": flag, "buffer": None}
+    assert asked == [((layout, limits, "rows"), expected)]

@@ -1,0 +1,242 @@
+"""The client's connection to a peer: blocking, on a worker thread, with deadlines and a way out.
+
+What it owns: one socket and its protocol. Invariants: no call outlives its deadline by more than a
+poll slice; a cancelled call ends within a slice; payload bytes go from the socket straight to
+where they belong.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ..errors import RequestError, StagingError, WireError
+from . import messages as m
+from .desk import raised
+from .frames2 import PayloadDone, Received, Times
+from .wire2 import Wire2Client
+
+SLICE_S: Final = 0.05
+"""How often a blocked call asks whether it is cancelled."""
+_RECV_BYTES: Final = 256 << 10
+_INTO_BYTES: Final = 1 << 20
+
+
+class Stream(Protocol):
+    """A byte stream with deadlines (by the link's clock)."""
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """All of it. Raises StagingError peer-lost, peer-timeout, stage-cancelled."""
+        ...
+
+    def receive(self, view: memoryview, deadline: float) -> int:
+        """At least one byte into ``view``; 0 at the end. Raises as `send`."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[v6]:port"``. Raises RequestError bad-address."""
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise RequestError(
+            "not the address of a peer",
+            code="bad-address",
+            subject=address[:200],
+            expected="host:port",
+        )
+    return host, int(port)
+
+
+def lost(error: OSError) -> StagingError:
+    """The connection is gone."""
+    reason = error.strerror or type(error).__name__
+    return StagingError(f"the connection to the peer is lost: {reason}", code="peer-lost")
+
+
+class SocketStream:
+    """A TCP connection.
+
+    Args:
+        address: host and port.
+        timeout: seconds for connecting.
+        cancelled: asked every `SLICE_S` of waiting.
+        clock: monotonic seconds.
+
+    Raises:
+        StagingError: peer-unreachable, peer-timeout, stage-cancelled.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        timeout: float,
+        cancelled: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cancelled, self._clock = cancelled, clock
+        try:
+            self._socket = socket.create_connection(address, timeout)
+        except TimeoutError:
+            raise StagingError(
+                "the peer does not answer", code="peer-timeout", subject=_where(address)
+            ) from None
+        except OSError as error:
+            raise StagingError(
+                f"the peer cannot be reached: {error.strerror or type(error).__name__}",
+                code="peer-unreachable",
+                subject=_where(address),
+            ) from error
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._poll = select.poll()
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """See `Stream.send`."""
+        view = memoryview(data)
+        while len(view):
+            try:
+                view = view[self._socket.send(view) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            except OSError as error:
+                raise lost(error) from error
+
+    def receive(self, view: memoryview, deadline: float) -> int:
+        """See `Stream.receive`."""
+        while True:
+            try:
+                return self._socket.recv_into(view[:_INTO_BYTES])
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+            except OSError as error:
+                raise lost(error) from error
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        self._socket.close()
+
+    def _wait(self, events: int, deadline: float) -> None:
+        self._poll.register(self._socket, events)
+        while True:
+            if self._cancelled is not None and self._cancelled():
+                raise StagingError("staging was cancelled", code="stage-cancelled")
+            left = deadline - self._clock()
+            if left <= 0:
+                raise StagingError("the peer took too long", code="peer-timeout")
+            if self._poll.poll(min(left, SLICE_S) * 1000 + 1):
+                return
+
+
+def _where(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+class Link:
+    """Questions to a peer, one at a time.
+
+    Args:
+        stream: connected; closed by `close`.
+        nonce: 32 random bytes.
+        secret: shared with the peer, or ``None``.
+        times: time-outs of the protocol.
+        deadline: when everything must be over, by ``clock``.
+        clock: monotonic seconds.
+
+    Raises (every call):
+        StagingError: peer-lost, peer-timeout, stage-cancelled.
+        WireError: the peer breaks the protocol; wire-auth-required, wire-auth-missing,
+            wire-auth-failed.
+        RotaError: whatever the peer refuses with, in the peer's class and code.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        nonce: bytes,
+        secret: bytes | None,
+        times: Times,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._clock, self._deadline = stream, clock, deadline
+        self._proto = Wire2Client(nonce, secret, "rota", times, clock())
+        self._buffer = memoryview(bytearray(_RECV_BYTES))
+        self._landed: Callable[[int], None] | None = None
+        answer = self._run(0)
+        assert isinstance(answer, m.Welcome)
+        self.welcome = answer
+
+    def call(
+        self,
+        message: m.Message,
+        sink: memoryview | None = None,
+        landed: Callable[[int], None] | None = None,
+    ) -> m.Message:
+        """The answer to ``message``; of a `Read`, once its payload is whole in ``sink``.
+
+        ``landed`` is told how many bytes of it are there so far.
+        """
+        self._landed = landed
+        return self._run(self._proto.request(message, self._clock(), sink), sink is not None)
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._proto.close()
+        self._stream.close()
+
+    def _run(self, request: int, payload: bool = False) -> m.Message:
+        try:
+            return self._exchange(request, payload)
+        except WireError as error:
+            if error.code == "wire-timeout":
+                raise StagingError("the peer took too long", code="peer-timeout") from error
+            if error.code == "wire-truncated":
+                raise StagingError("the peer hung up", code="peer-lost") from error
+            raise
+
+    def _exchange(self, request: int, payload: bool) -> m.Message:
+        answer: m.Message | None = None
+        while True:
+            self._flush()
+            for event in self._proto.events(self._clock()):
+                if isinstance(event, Received):
+                    if isinstance(event.message, m.Refused):
+                        raise raised(event.message)
+                    answer = event.message
+                done = isinstance(event, PayloadDone) if payload else answer is not None
+                if done and answer is not None:
+                    self._tell()
+                    return answer
+            self._flush()
+            view = self._proto.landing()
+            if view is None:
+                count = self._stream.receive(self._buffer, self._until())
+                self._proto.receive_data(self._buffer[:count])
+            elif count := self._stream.receive(view, self._until()):
+                finished = self._proto.landed(count, self._clock())
+                self._tell()
+                if finished is not None and answer is not None:
+                    return answer
+            else:
+                self._proto.receive_data(b"")
+
+    def _flush(self) -> None:
+        if data := self._proto.data_to_send():
+            self._stream.send(data, self._until())
+
+    def _tell(self) -> None:
+        if self._landed is not None:
+            self._landed(self._proto.landed_bytes)
+
+    def _until(self) -> float:
+        at = self._proto.timeout_at()
+        return self._deadline if at is None else min(at, self._deadline)

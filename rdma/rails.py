@@ -1,0 +1,348 @@
+"""Rails: reading a peer's memory through one or more queue pairs, and being read.
+
+What it owns: which READs are in flight. Invariants: chunks of at most 1 MiB, at most the agreed
+depth a rail; a read returns once every byte is there, or raises with every posted READ over and the queue
+pairs destroyed, so that the target may be reused at once; every wait has a deadline and can be
+cancelled; nothing blocks while it holds the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import RotaError, StagingError
+from . import messages as m
+from .region import Arena, Region
+
+log = logging.getLogger("rota.rdma.rails")
+SLICE_S: Final = 0.05
+DRAIN_S: Final = 2.0
+STATUS: Final = {
+    1: "local length error",
+    4: "local protection error",
+    5: "flushed",
+    8: "memory window bind error",
+    10: "remote access error",
+    11: "remote operation error",
+    12: "transport retries exceeded: the peer or the path to it is gone",
+    13: "receiver not ready retries exceeded",
+}
+"""Completion statuses of libibverbs by number, as far as READs meet them."""
+
+
+class Pair(Protocol):
+    """A queue pair, as `verbs.QueuePair` is one."""
+
+    descriptor: int
+    depth: int
+
+    @property
+    def rail(self) -> m.Rail: ...
+    def connect(self, other: m.Rail) -> None: ...
+    def post_read(
+        self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int
+    ) -> None: ...
+    def poll(self) -> list[tuple[int, int]]: ...
+    def arm(self) -> None: ...
+    def take_event(self) -> None: ...
+    def fail(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class PairDevice(Protocol):
+    """A verbs device, as `verbs.Device` is one."""
+
+    name: str
+
+    def register(self, region: Region) -> None: ...
+    def register_local(self, region: Region) -> int: ...
+    def unregister(self, region: Region) -> None: ...
+    def pair(self, *, channel: bool) -> Pair: ...
+    def close(self) -> None: ...
+
+
+class Pairs:
+    """Queue pairs that live and end together."""
+
+    def __init__(self, device: PairDevice, count: int, *, channel: bool) -> None:
+        self.pairs: list[Pair] = []
+        try:
+            for _ in range(count):
+                self.pairs.append(device.pair(channel=channel))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def rails(self) -> list[m.Rail]:
+        """This end, for the other."""
+        return [pair.rail for pair in self.pairs]
+
+    def connect(self, rails: list[m.Rail]) -> None:
+        """Connect each to the other end's, in order.
+
+        Raises:
+            StagingError: bad-rails, for another number of them.
+            DeviceError: verbs-failed.
+        """
+        if len(rails) != len(self.pairs):
+            raise StagingError(
+                "another number of rails than asked for",
+                code="bad-rails",
+                expected=len(self.pairs),
+                found=len(rails),
+            )
+        for pair, rail in zip(self.pairs, rails, strict=True):
+            pair.connect(rail)
+
+    def close(self) -> None:
+        """Destroy them: the device touches no memory for them any more. Idempotent."""
+        pairs, self.pairs = self.pairs, []
+        for pair in pairs:
+            pair.close()
+
+
+class ClientRails(Pairs):
+    """The reading end. ``lkey`` is of the arena that targets come from."""
+
+    def __init__(
+        self, device: PairDevice, count: int, lkey: int, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(device, count, channel=True)
+        self._lkey, self._clock = lkey, clock
+
+    def read(
+        self,
+        target: npt.NDArray[np.uint8],
+        address: int,
+        rkey: int,
+        deadline: float,
+        cancelled: Callable[[], bool] | None,
+        landed: Callable[[int], None],
+    ) -> None:
+        """Fill ``target`` (uint8 ``[n]``, of the arena) from the peer's ``address``.
+
+        ``landed`` is told how many bytes from the front are there.
+
+        Raises:
+            StagingError: rdma-read-failed (with the status), rdma-broken after an earlier failure,
+                peer-timeout, stage-cancelled; and whatever ``landed`` raises. The queue pairs are
+                gone then.
+        """
+        if not self.pairs:
+            raise StagingError("the rails are gone after an error", code="rdma-broken")
+        flight = _Flight(self.pairs, target, self._lkey, address, rkey)
+        try:
+            told = 0
+            while True:
+                moved = flight.collect()
+                flight.post()
+                if flight.front > told:
+                    told = flight.front
+                    landed(told)
+                if told == target.nbytes and not flight.posted:
+                    return
+                if moved:
+                    continue
+                if cancelled is not None and cancelled():
+                    raise StagingError("staging was cancelled", code="stage-cancelled")
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise StagingError("the peer took too long", code="peer-timeout")
+                flight.wait(min(left, SLICE_S))
+        except BaseException:
+            flight.abandon(self._clock)
+            self.close()
+            raise
+
+
+class _Flight:
+    """The READs of one target."""
+
+    def __init__(
+        self,
+        pairs: list[Pair],
+        target: npt.NDArray[np.uint8],
+        lkey: int,
+        address: int,
+        rkey: int,
+    ) -> None:
+        self._pairs, self._lkey, self._rkey = pairs, lkey, rkey
+        self._target = target  # keeps the memory while READs may write it
+        self._local, self._remote, self._size = int(target.ctypes.data), address, target.nbytes
+        self._chunks = -(-target.nbytes // m.CHUNK_BYTES)
+        self._next = self._front_chunk = 0
+        self._done: set[int] = set()
+        self._counts = [0] * len(pairs)
+
+    @property
+    def posted(self) -> int:
+        """READs in flight."""
+        return sum(self._counts)
+
+    @property
+    def front(self) -> int:
+        """Bytes that are there from the front without a hole."""
+        return min(self._front_chunk * m.CHUNK_BYTES, self._size)
+
+    def post(self) -> None:
+        """Fill every rail up to its depth; chunk i goes by rail i modulo their number."""
+        while self._next < self._chunks:
+            rail = self._next % len(self._pairs)
+            if self._counts[rail] >= self._pairs[rail].depth:
+                return
+            start = self._next * m.CHUNK_BYTES
+            self._pairs[rail].post_read(
+                self._next,
+                self._local + start,
+                self._lkey,
+                self._remote + start,
+                self._rkey,
+                min(m.CHUNK_BYTES, self._size - start),
+            )
+            self._counts[rail] += 1
+            self._next += 1
+
+    def collect(self) -> bool:
+        """Take completions; whether there were any. Raises StagingError rdma-read-failed."""
+        moved = False
+        for rail, pair in enumerate(self._pairs):
+            for number, status in pair.poll():
+                self._counts[rail] -= 1
+                moved = True
+                if status:
+                    raise StagingError(
+                        "a read of the peer's memory failed",
+                        code="rdma-read-failed",
+                        subject=f"chunk {number}",
+                        expected="status 0",
+                        found=f"status {status}: {STATUS.get(status, 'see ibv_wc_status')}",
+                    )
+                self._done.add(number)
+        while self._front_chunk in self._done:
+            self._done.discard(self._front_chunk)
+            self._front_chunk += 1
+        return moved
+
+    def wait(self, seconds: float) -> None:
+        """Until something may have completed, at most ``seconds``."""
+        poll = select.poll()
+        for rail, pair in enumerate(self._pairs):
+            if self._counts[rail]:
+                pair.arm()
+                poll.register(pair.descriptor, select.POLLIN)
+        # What completed before arming raises no event.
+        if self.collect():
+            return
+        ready = {fd for fd, _ in poll.poll(seconds * 1000 + 1)}
+        for pair in self._pairs:
+            if pair.descriptor in ready:
+                pair.take_event()
+
+    def abandon(self, clock: Callable[[], float]) -> None:
+        """End what is in flight: to ERR, then drain, so that nothing writes the target later."""
+        until = clock() + DRAIN_S
+        for rail, pair in enumerate(self._pairs):
+            try:
+                pair.fail()
+                while self._counts[rail] > 0 and clock() < until:
+                    done = pair.poll()
+                    self._counts[rail] -= len(done)
+                    if not done:
+                        pair.arm()
+                        if done := pair.poll():
+                            self._counts[rail] -= len(done)
+                            continue
+                        poll = select.poll()
+                        poll.register(pair.descriptor, select.POLLIN)
+                        if poll.poll(SLICE_S * 1000):
+                            pair.take_event()
+            except RotaError as error:
+                log.warning("a queue pair did not drain: %s", error)
+
+
+class VerbsClient:
+    """A device and a staging arena that is registered once.
+
+    Args:
+        device: the verbs device; closed by `close`.
+        arena_bytes: what all promotions at once may land in.
+        clock: monotonic seconds.
+
+    Raises:
+        DeviceError: verbs-failed, when the memory cannot be registered.
+        CapacityError: host-memory.
+    """
+
+    def __init__(
+        self,
+        device: PairDevice,
+        arena_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device, self._clock = device, clock
+        self._arena = Arena(arena_bytes)
+        self._lkey = device.register_local(self._arena.region)
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Registered memory; see `Arena.allocate`."""
+        return self._arena.allocate(nbytes)
+
+    def contains(self, array: npt.NDArray[np.uint8]) -> bool:
+        """The array lies in the arena."""
+        return self._arena.contains(array)
+
+    def open(self, count: int) -> ClientRails:
+        """Queue pairs for one promotion. Raises DeviceError verbs-failed."""
+        return ClientRails(self._device, count, self._lkey, self._clock)
+
+    def close(self) -> None:
+        """Give arena and device back.
+
+        Raises:
+            InternalError: memory-in-use, while an image in the arena is alive; nothing is freed.
+        """
+        self._arena.close()
+        self._device.unregister(self._arena.region)
+        self._device.close()
+
+
+class VerbsPeer:
+    """A device that is read from: the peer's side."""
+
+    def __init__(self, device: PairDevice) -> None:
+        self._device = device
+
+    def register(self, region: Region) -> None:
+        """See `store.Registrar`."""
+        self._device.register(region)
+
+    def unregister(self, region: Region) -> None:
+        """See `store.Registrar`."""
+        self._device.unregister(region)
+
+    def accept(self, rails: list[m.Rail]) -> tuple[list[m.Rail], Pairs]:
+        """Queue pairs connected to the client's. Raises DeviceError verbs-failed."""
+        made, pairs = self.prepare(len(rails))
+        try:
+            pairs.connect(rails)
+        except BaseException:
+            pairs.close()
+            raise
+        return made, pairs
+
+    def prepare(self, count: int) -> tuple[list[m.Rail], Pairs]:
+        """``count`` queue pairs, not connected yet."""
+        pairs = Pairs(self._device, count, channel=False)
+        return pairs.rails, pairs
+
+    def close(self) -> None:
+        """Give the device back."""
+        self._device.close()

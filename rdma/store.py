@@ -1,0 +1,359 @@
+"""The peer's adapters in memory: generations, leases, packed images, and their budget.
+
+What it owns: every region a client may read from. Invariants: only the directories given at the
+start are ever read, and only by id; a generation's bytes never change, and it stays while it is
+leased; the bytes of all regions never exceed the budget; an image is packed once per generation and
+layout. Safe for many threads; calls may block on the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import CapacityError, RequestError, RotaError, StagingError
+from ..gpu.lora.config import parse_config
+from ..gpu.lora.image import SlotImage
+from ..gpu.lora.layout import SlotLayout
+from ..gpu.lora.report import LoadReport
+from ..gpu.lora.safefile import FileLimits, parse_shards, read_directory
+from ..gpu.lora.source import RawAdapter
+from ..gpu.lora.stage import StageLimits, stage
+from .layouts import DigestedAdapter, HeldSource, chunk_digests
+from .region import Region
+
+_YOUNG_NS = 2_000_000_000
+"""A file changed this recently may change again within one tick of its time stamp."""
+
+
+class Registrar(Protocol):
+    """What the store needs of a verbs device."""
+
+    def register(self, region: Region) -> None:
+        """Set ``region.rkey``. Raises RotaError when the device refuses."""
+        ...
+
+    def unregister(self, region: Region) -> None:
+        """Undo it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """``budget``: bytes of all regions; ``files``: of what is read; ``attempts``: to read files
+    that change meanwhile."""
+
+    budget: int = 8 << 30
+    files: FileLimits = field(default_factory=FileLimits)
+    attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedImage:
+    """One image, in a region of its own. ``chunks``: see `layouts.chunk_digests`."""
+
+    region: Region
+    image: SlotImage
+    report: LoadReport
+    chunks: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One content of one id. ``leases`` and ``images`` belong to the store's lock."""
+
+    adapter: str
+    number: int
+    raw: RawAdapter
+    digest: str
+    shards: tuple[Region, ...]
+    leases: int = 0
+    used: int = 0
+    images: dict[str, PackedImage] = field(default_factory=dict)
+    pack_lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+Signature = tuple[tuple[str, int, int, int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """One id: its directory, its current generation, and the files' stamps when it was read."""
+
+    path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    current: Generation | None = None
+    signature: Signature | None = None
+    count: int = 0
+
+
+class Store:
+    """Adapters by id.
+
+    Args:
+        directories: id -> directory; nothing else is ever opened.
+        limits: bounds.
+        registrar: a verbs device, or ``None``.
+        clock_ns: wall clock, to know young files.
+    """
+
+    def __init__(
+        self,
+        directories: Mapping[str, Path],
+        limits: StoreLimits | None = None,
+        registrar: Registrar | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.limits = StoreLimits() if limits is None else limits
+        self._registrar, self._clock_ns = registrar, clock_ns
+        self._places = {name: _Place(path) for name, path in directories.items()}
+        self._lock = threading.RLock()
+        self._live: set[Generation] = set()
+        self._used_bytes = self._ticks = 0
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("opens", "loads", "reloads", "packs", "pack_hits", "evictions", "unregistered"), 0
+        )
+
+    def ids(self) -> list[str]:
+        """Every id, sorted."""
+        return sorted(self._places)
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start, and what is held now."""
+        with self._lock:
+            live = list(self._live)
+            return self._counts | {
+                "region_bytes": self._used_bytes,
+                "region_budget": self.limits.budget,
+                "generations": len(live),
+                "images": sum(len(g.images) for g in live),
+                "leases": sum(g.leases for g in live),
+            }
+
+    def open(self, adapter: str) -> Generation:
+        """Lease the current generation, reading it anew when its files have changed.
+
+        Raises:
+            RequestError: unknown-adapter.
+            RejectError: the files' own fault (header, config, size).
+            StagingError: adapter-unreadable, adapter-changing.
+            CapacityError: peer-memory-full, host-memory.
+        """
+        place = self._places.get(adapter)
+        if place is None:
+            raise RequestError(
+                "no adapter of this id is served", code="unknown-adapter", subject=adapter[:200]
+            )
+        with place.lock:
+            now = self._stamps(place.path)
+            if place.current is None or now is None or now != place.signature:
+                self._refresh(adapter, place)
+            generation = place.current
+            assert generation is not None
+            with self._lock:
+                self._counts["opens"] += 1
+                self._ticks += 1
+                generation.leases += 1
+                generation.used = self._ticks
+            return generation
+
+    def release(self, generation: Generation) -> None:
+        """Give one lease back; a generation that is no longer current goes with its last."""
+        with self._lock:
+            generation.leases -= 1
+            assert generation.leases >= 0
+            place = self._places[generation.adapter]
+            if not generation.leases and place.current is not generation:
+                self._drop(generation)
+
+    def pack(self, generation: Generation, layout: SlotLayout) -> PackedImage:
+        """The leased generation as an image for ``layout``; packed at most once.
+
+        Raises:
+            RejectError: the audit's, exactly as from disk.
+            CapacityError: peer-memory-full, host-memory.
+        """
+        key = layout.fingerprint()
+        with generation.pack_lock:
+            with self._lock:
+                found = generation.images.get(key)
+                if found is not None:
+                    self._counts["pack_hits"] += 1
+                    return found
+            region = self._make(layout.slot_bytes)
+            try:
+                staged = stage(
+                    HeldSource(generation.raw),
+                    layout,
+                    StageLimits(self.limits.files),
+                    buffer=region.array,
+                )
+                self._publish(region)
+                chunks = chunk_digests(region.array)
+            except BaseException:
+                self._free(region)
+                raise
+            packed = PackedImage(region, staged.image, staged.report, chunks)
+            with self._lock:
+                generation.images[key] = packed
+                self._counts["packs"] += 1
+            return packed
+
+    def close(self) -> None:
+        """Free everything; leases are the caller's to have given back."""
+        with self._lock:
+            for place in self._places.values():
+                place.current = place.signature = None
+            for generation in list(self._live):
+                self._drop(generation)
+
+    # -- reading
+
+    def _stamps(self, path: Path) -> Signature | None:
+        """Name, size, times and inode of the adapter's files; ``None`` when too young to trust."""
+        rows, now = [], self._clock_ns()
+        try:
+            for entry in path.iterdir():
+                if not entry.name.startswith("adapter_"):
+                    continue
+                status = entry.stat()
+                if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:
+                    return None
+                rows.append(
+                    (
+                        entry.name,
+                        status.st_size,
+                        status.st_mtime_ns,
+                        status.st_ctime_ns,
+                        status.st_ino,
+                    )
+                )
+        except OSError:
+            return None
+        return tuple(sorted(rows))
+
+    def _refresh(self, adapter: str, place: _Place) -> None:
+        raw, stamps = self._read(place.path)
+        digest = raw.digest()
+        if place.current is not None and place.current.digest == digest:
+            place.signature = stamps
+            return
+        config = parse_config(raw.config, max_bytes=self.limits.files.config_bytes)
+        del config  # only that it is one: what a layout asks of it is checked when it is packed
+        parse_shards(raw.shards, self.limits.files)
+        regions: list[Region] = []
+        try:
+            for shard in raw.shards:
+                regions.append(self._make(shard.nbytes))
+                regions[-1].array[:] = shard
+                self._publish(regions[-1])
+        except BaseException:
+            for region in regions:
+                self._free(region)
+            raise
+        held = DigestedAdapter(raw.config, tuple(r.array for r in regions), digest)
+        with self._lock:
+            place.count += 1
+            made = Generation(adapter, place.count, held, digest, tuple(regions))
+            old, place.current, place.signature = place.current, made, stamps
+            self._live.add(made)
+            self._counts["reloads" if old is not None else "loads"] += 1
+            if old is not None and not old.leases:
+                self._drop(old)
+
+    def _read(self, path: Path) -> tuple[RawAdapter, Signature | None]:
+        """All files as they were at one moment (same stamps before and after)."""
+        for _ in range(self.limits.attempts):
+            before = self._exact(path)
+            config, shards = read_directory(path, self.limits.files)
+            if self._exact(path) == before:
+                return RawAdapter(config, shards), self._stamps(path)
+        raise StagingError(
+            "the adapter's files change while they are read",
+            code="adapter-changing",
+            subject=path.name,
+            retry_after_s=1.0,
+        )
+
+    @staticmethod
+    def _exact(path: Path) -> list[tuple[str, int, int, int]] | None:
+        try:
+            return sorted(
+                (e.name, s.st_size, s.st_mtime_ns, s.st_ino)
+                for e in path.iterdir()
+                if e.name.startswith("adapter_")
+                for s in (e.stat(),)
+            )
+        except OSError:
+            return None
+
+    # -- memory
+
+    def _make(self, nbytes: int) -> Region:
+        with self._lock:
+            if self._used_bytes + nbytes > self.limits.budget:
+                self._evict(nbytes)
+            if self._used_bytes + nbytes > self.limits.budget:
+                raise CapacityError(
+                    "the peer's memory for adapters is all in use",
+                    code="peer-memory-full",
+                    expected=f"at most {self.limits.budget} bytes",
+                    found=self._used_bytes + nbytes,
+                    retry_after_s=1.0,
+                )
+            self._used_bytes += nbytes
+        try:
+            return Region(nbytes)
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= nbytes
+            raise
+
+    def _publish(self, region: Region) -> None:
+        """Register a filled region; a refusal leaves it readable over TCP."""
+        if self._registrar is None:
+            return
+        try:
+            self._registrar.register(region)
+        except RotaError:
+            with self._lock:
+                self._counts["unregistered"] += 1
+
+    def _evict(self, wanted: int) -> None:
+        """Drop what nobody leases, least recently opened first."""
+        for generation in sorted(self._live, key=lambda g: g.used):
+            if self._used_bytes + wanted <= self.limits.budget:
+                return
+            if generation.leases:
+                continue
+            place = self._places[generation.adapter]
+            # A generation that is being opened right now has no lease yet, but its place is locked.
+            if not place.lock.acquire(blocking=False):
+                continue
+            try:
+                if place.current is generation:
+                    place.current = place.signature = None
+                self._drop(generation)
+                self._counts["evictions"] += 1
+            finally:
+                place.lock.release()
+
+    def _drop(self, generation: Generation) -> None:
+        self._live.discard(generation)
+        generation.raw = RawAdapter(b"", ())
+        for packed in generation.images.values():
+            self._free(packed.region)
+        generation.images.clear()
+        for region in generation.shards:
+            self._free(region)
+
+    def _free(self, region: Region) -> None:
+        if self._registrar is not None and region.rkey is not None:
+            self._registrar.unregister(region)
+        region.close()
+        with self._lock:
+            self._used_bytes -= region.nbytes

@@ -1,0 +1,364 @@
+"""One-sided RDMA reads through libibverbs. The only file that imports pyverbs.
+
+pyverbs never releases the GIL inside a verb, so nothing here blocks in one: memory is registered
+once (pages present), a completion is awaited by the channel's descriptor, and polling the queue
+returns at once. `SGE` and `SendWR` are closed exactly once, right after posting.
+
+What it owns: the device, its protection domain, memory registrations and queue pairs. Invariants: a
+target is not given back while the device may still write it (cancelling moves the queue pair to
+ERR and drains it first); every wait has a deadline; a queue pair that saw an error is not used
+again; no device, no library or no kernel support is one log line and ``None``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import threading
+from typing import Any, Final, NamedTuple
+
+from ..errors import CapacityError, DeviceError
+from . import messages as m
+from .rails import VerbsClient, VerbsPeer
+from .region import Region
+
+log = logging.getLogger("rota.rdma.verbs")
+PORT: Final = 1
+MAX_DEPTH: Final = 16
+_CHANNEL_LINK: Final = "anon_inode:[infinibandevent]"
+
+
+class _Library(NamedTuple):
+    """The parts of pyverbs that are used."""
+
+    enums: Any
+    device: Any
+    addr: Any
+    cq: Any
+    mr: Any
+    pd: Any
+    qp: Any
+    wr: Any
+
+
+def load_library() -> _Library:
+    """Import pyverbs.
+
+    Raises:
+        DeviceError: verbs-unavailable, saying how to get it.
+    """
+    handlers, level = list(logging.root.handlers), logging.root.level
+    try:
+        try:
+            import pyverbs.enums as enums  # rdma-core before 59
+        except ModuleNotFoundError as error:
+            if error.name != "pyverbs.enums":
+                raise
+            import pyverbs.libibverbs_enums as enums  # the only name from 59 on
+        from pyverbs import addr, cq, device, mr, pd, qp, wr
+    except ImportError as error:
+        raise DeviceError(
+            "pyverbs cannot be imported: install the distribution's python3-pyverbs and put it on"
+            " PYTHONPATH, or build PyPI's pyverbs against the same rdma-core",
+            code="verbs-unavailable",
+            found=str(error)[:200],
+        ) from None
+    finally:
+        # pyverbs.base calls logging.basicConfig when it is imported.
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+    return _Library(enums, device, addr, cq, mr, pd, qp, wr)
+
+
+def _channels() -> set[int]:
+    """Descriptors of this process that are completion channels."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == _CHANNEL_LINK:
+                found.add(int(name))
+        except OSError:
+            continue
+    return found
+
+
+class Device:
+    """An open verbs device: context and protection domain.
+
+    Args:
+        name: e.g. ``"rxe0"``; default the first with an active port.
+        gid_index: default the RoCEv2 GID over IPv4, else index 0.
+
+    Raises:
+        DeviceError: verbs-unavailable, no-verbs-device, verbs-failed.
+    """
+
+    def __init__(self, name: str | None = None, gid_index: int | None = None) -> None:
+        self.lib = load_library()
+        self._lock = threading.Lock()
+        self.registrations = 0
+        """Memory registrations made so far."""
+        self._context = self._open(name)
+        try:
+            self.pd = self.lib.pd.PD(self._context)
+            attributes = self._context.query_device()
+            self.depth = max(
+                1, min(MAX_DEPTH, attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom)
+            )
+            self.mtu = int(self._context.query_port(PORT).active_mtu)
+            self.gid_index, self.gid = self._gid(gid_index)
+        except Exception as error:
+            self._context.close()
+            raise self.failed("opening the device", error) from error
+        self.name = _text(self._context.name)
+        self._regions: dict[int, Any] = {}
+
+    def failed(self, what: str, error: BaseException) -> DeviceError:
+        """pyverbs's errors as ours."""
+        return DeviceError(f"{what} failed", code="verbs-failed", found=str(error)[:200])
+
+    def _open(self, name: str | None) -> Any:
+        try:
+            names = [_text(d.name) for d in self.lib.device.get_device_list()]
+        except Exception as error:
+            raise DeviceError(
+                "the kernel has no RDMA support loaded",
+                code="no-verbs-device",
+                found=str(error)[:200],
+            ) from error
+        for candidate in names if name is None else [n for n in names if n == name]:
+            try:
+                context = self.lib.device.Context(name=candidate)
+            except Exception as error:
+                if name is not None:
+                    raise self.failed("opening the device", error) from error
+                continue
+            state = context.query_port(PORT).state
+            if name is not None or state == self.lib.enums.IBV_PORT_ACTIVE:
+                return context
+            context.close()
+        raise DeviceError(
+            "no verbs device with an active port" if name is None else "no such verbs device",
+            code="no-verbs-device",
+            subject=name,
+            found=", ".join(names) or "no device",
+        )
+
+    def _gid(self, index: int | None) -> tuple[int, bytes]:
+        if index is None:
+            index = 0
+            for entry in self._context.query_gid_table(256):
+                if entry.port_num != PORT or entry.gid_type != self.lib.enums.IBV_GID_TYPE_ROCE_V2:
+                    continue
+                raw = _gid_bytes(self._context.query_gid(PORT, entry.gid_index))
+                if raw[:12] == bytes(10) + b"\xff\xff":  # an IPv4 address
+                    index = entry.gid_index
+                    break
+        return index, _gid_bytes(self._context.query_gid(PORT, index))
+
+    def register(self, region: Region) -> None:
+        """Let others read the region; sets its rkey. Raises DeviceError verbs-failed."""
+        enums = self.lib.enums
+        access = enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_LOCAL_WRITE
+        handle = self._register(region, access)
+        region.rkey = int(handle.rkey)
+
+    def register_local(self, region: Region) -> int:
+        """Let the device write the region for us; its lkey. Raises DeviceError verbs-failed."""
+        return int(self._register(region, self.lib.enums.IBV_ACCESS_LOCAL_WRITE).lkey)
+
+    def _register(self, region: Region, access: int) -> Any:
+        try:
+            handle = self.lib.mr.MR(self.pd, max(1, region.nbytes), access, address=region.address)
+        except Exception as error:
+            raise self.failed("registering memory", error) from error
+        with self._lock:
+            self._regions[region.address] = handle
+            self.registrations += 1
+        return handle
+
+    def unregister(self, region: Region) -> None:
+        """Undo `register` or `register_local`; from then on reads of it fail."""
+        with self._lock:
+            handle = self._regions.pop(region.address)
+        region.rkey = None
+        handle.close()
+
+    def pair(self, *, channel: bool) -> QueuePair:
+        """A new queue pair. Raises DeviceError verbs-failed."""
+        return QueuePair(self, channel=channel)
+
+    @property
+    def context(self) -> Any:
+        """The pyverbs context."""
+        return self._context
+
+    def close(self) -> None:
+        """Give registrations, domain and device back. Queue pairs must be closed before."""
+        with self._lock:
+            handles, self._regions = list(self._regions.values()), {}
+        for handle in handles:
+            handle.close()
+        self.pd.close()
+        self._context.close()
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _gid_bytes(gid: Any) -> bytes:
+    return ipaddress.IPv6Address(str(gid)).packed
+
+
+class QueuePair:
+    """One reliable connection. ``channel``: completions wake `wait` (the reading end)."""
+
+    def __init__(self, device: Device, *, channel: bool) -> None:
+        self._device, lib = device, device.lib
+        self.psn = secrets.randbits(24)
+        self.descriptor = -1
+        self._channel: Any = None
+        self._cq: Any = None
+        self._qp: Any = None
+        size = 2 * device.depth
+        try:
+            if channel:
+                with device._lock:  # the new descriptor is found by comparing before and after
+                    before = _channels()
+                    self._channel = lib.cq.CompChannel(device.context)
+                    fd = getattr(self._channel, "fd", None)
+                    self.descriptor = fd if fd is not None else (_channels() - before).pop()
+                os.set_blocking(self.descriptor, False)
+            self._cq = lib.cq.CQ(device.context, size, None, self._channel, 0)
+            cap = lib.qp.QPCap(
+                max_send_wr=size, max_recv_wr=1, max_send_sge=1, max_recv_sge=1, max_inline_data=0
+            )
+            init = lib.qp.QPInitAttr(
+                qp_type=lib.enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0
+            )
+            self._qp = lib.qp.QP(device.pd, init)
+        except Exception as error:
+            self.close()
+            raise device.failed("making a queue pair", error) from error
+        self.depth = device.depth
+
+    @property
+    def rail(self) -> m.Rail:
+        """This end, as it is told to the other."""
+        device = self._device
+        return m.Rail(int(self._qp.qp_num), self.psn, device.gid, device.mtu, device.depth)
+
+    def connect(self, other: m.Rail) -> None:
+        """INIT, RTR, RTS against the other end. Raises DeviceError verbs-failed."""
+        lib, device = self._device.lib, self._device
+        try:
+            made = lib.qp.QPAttr(port_num=PORT)
+            made.pkey_index = 0
+            made.qp_access_flags = (
+                lib.enums.IBV_ACCESS_LOCAL_WRITE | lib.enums.IBV_ACCESS_REMOTE_READ
+            )
+            self._qp.to_init(made)
+            gid = lib.addr.GID(str(ipaddress.IPv6Address(other.gid).exploded))
+            route = lib.addr.GlobalRoute(dgid=gid, sgid_index=device.gid_index, hop_limit=64)
+            made.ah_attr = lib.addr.AHAttr(port_num=PORT, is_global=1, gr=route, dlid=0, sl=0)
+            made.path_mtu = min(device.mtu, other.mtu)
+            made.dest_qp_num = other.qpn
+            made.rq_psn = other.psn
+            made.max_dest_rd_atomic = device.depth
+            made.min_rnr_timer = 12
+            self._qp.to_rtr(made)
+            # 4.096 us * 2**14 = 67 ms a try: a dead peer is known after about 270 ms.
+            made.timeout, made.retry_cnt, made.rnr_retry = 14, 3, 7
+            made.sq_psn = self.psn
+            self.depth = min(device.depth, other.depth)
+            made.max_rd_atomic = self.depth
+            self._qp.to_rts(made)
+        except Exception as error:
+            raise device.failed("connecting a queue pair", error) from error
+
+    def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
+        """Post one READ of ``n`` bytes. Raises DeviceError verbs-failed."""
+        wr = self._device.lib.wr
+        enums = self._device.lib.enums
+        sge = wr.SGE(local, n, lkey)
+        try:
+            request = wr.SendWR(
+                wr_id=number,
+                opcode=enums.IBV_WR_RDMA_READ,
+                num_sge=1,
+                sg=[sge],
+                send_flags=enums.IBV_SEND_SIGNALED,
+            )
+            try:
+                request.set_wr_rdma(rkey, remote)
+                self._qp.post_send(request)
+            except Exception as error:
+                raise self._device.failed("posting a read", error) from error
+            finally:
+                request.close()
+        finally:
+            sge.close()
+
+    def poll(self) -> list[tuple[int, int]]:
+        """(number, status) of what has completed; returns at once."""
+        _, done = self._cq.poll(2 * MAX_DEPTH)
+        return [(int(c.wr_id), int(c.status)) for c in done]
+
+    def arm(self) -> None:
+        """Ask for one event at the next completion; then `poll` once more before waiting."""
+        self._cq.req_notify()
+
+    def take_event(self) -> None:
+        """Take and acknowledge the event that made the descriptor readable."""
+        self._channel.get_cq_event(self._cq)
+        self._cq.ack_events(1)
+
+    def fail(self) -> None:
+        """Move to ERR: what is posted completes, flushed."""
+        lib = self._device.lib
+        made = lib.qp.QPAttr(qp_state=lib.enums.IBV_QPS_ERR)
+        self._qp.modify(made, lib.enums.IBV_QP_STATE)
+
+    def close(self) -> None:
+        """Destroy it. Idempotent."""
+        parts, self._qp, self._cq, self._channel = (
+            (self._qp, self._cq, self._channel),
+            None,
+            None,
+            None,
+        )
+        for part in parts:
+            if part is not None:
+                part.close()
+
+
+def open_client(
+    arena_bytes: int, name: str | None = None, gid_index: int | None = None
+) -> VerbsClient | None:
+    """A device with a registered staging arena for `client.Peer`, or ``None`` where there is none.
+
+    ``None`` comes with one log line that says why; then everything goes by TCP.
+    """
+    try:
+        device = Device(name, gid_index)
+    except DeviceError as error:
+        log.warning("no RDMA here, adapters come by TCP: %s", error)
+        return None
+    try:
+        return VerbsClient(device, arena_bytes)
+    except (DeviceError, CapacityError) as error:
+        log.warning("no RDMA here, adapters come by TCP: %s", error)
+        device.close()
+        return None
+
+
+def open_host(name: str | None = None, gid_index: int | None = None) -> VerbsPeer | None:
+    """A device for a weight peer, or ``None`` (with one log line) where there is none."""
+    try:
+        return VerbsPeer(Device(name, gid_index))
+    except DeviceError as error:
+        log.warning("no RDMA here, adapters go by TCP: %s", error)
+        return None

@@ -1,0 +1,110 @@
+"""Digests reckoned while the bytes still arrive, on threads of their own.
+
+What it owns: its threads. Invariant: nothing is called good before every byte of it was hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import StagingError
+from .messages import CHUNK_BYTES
+
+_HASHERS = 2
+
+
+def _mismatch(expected: str, found: str, what: str) -> StagingError:
+    return StagingError(
+        "bytes from the peer do not have the digest it announced",
+        code="digest-mismatch",
+        subject=what,
+        expected=expected,
+        found=found,
+    )
+
+
+class ChunkVerifier:
+    """Checks ``array`` (uint8 ``[n]``) against ``digests`` (32 bytes per `CHUNK_BYTES`)."""
+
+    def __init__(self, array: npt.NDArray[np.uint8], digests: bytes) -> None:
+        self._array, self._digests = array, digests
+        self._pool = ThreadPoolExecutor(_HASHERS, "rota-verify")
+        self._checks: list[Future[None]] = []
+        self._next = 0
+
+    def advance(self, count: int) -> None:
+        """The first ``count`` bytes are there. Raises StagingError digest-mismatch, early."""
+        total = self._array.nbytes
+        while self._next < total and min(self._next + CHUNK_BYTES, total) <= count:
+            self._checks.append(self._pool.submit(self._check, self._next // CHUNK_BYTES))
+            self._next += CHUNK_BYTES
+        while self._checks and self._checks[0].done():
+            self._checks.pop(0).result()
+
+    def finish(self) -> None:
+        """Wait for every chunk. Raises StagingError digest-mismatch."""
+        self.advance(self._array.nbytes)
+        for check in self._checks:
+            check.result()
+        self._checks.clear()
+
+    def _check(self, chunk: int) -> None:
+        start = chunk * CHUNK_BYTES
+        found = hashlib.sha256(self._array[start : start + CHUNK_BYTES].data).digest()
+        wanted = self._digests[32 * chunk : 32 * chunk + 32]
+        if found != wanted:
+            raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")
+
+    def __enter__(self) -> ChunkVerifier:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class WholeVerifier:
+    """One SHA-256 over ``head`` and then the bytes of arrays, in the order they are announced."""
+
+    def __init__(self, head: bytes) -> None:
+        self._hash = hashlib.sha256(head)
+        self._pool = ThreadPoolExecutor(1, "rota-verify")
+        self._array: npt.NDArray[np.uint8] | None = None
+        self._done = 0
+
+    def begin(self, array: npt.NDArray[np.uint8]) -> None:
+        """The bytes of ``array`` come next."""
+        self._array, self._done = array, 0
+
+    def advance(self, count: int) -> None:
+        """The first ``count`` bytes of the array are there."""
+        assert self._array is not None
+        if count - self._done >= CHUNK_BYTES or count == self._array.nbytes:
+            self._pool.submit(self._hash.update, self._array[self._done : count].data)
+            self._done = count
+
+    def finish(self, expected: str) -> None:
+        """Raises StagingError digest-mismatch."""
+        found = self._pool.submit(self._hash.hexdigest).result()
+        if found != expected:
+            raise _mismatch(expected, found, "adapter")
+
+    def __enter__(self) -> WholeVerifier:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
