@@ -35,7 +35,7 @@ lint: $(VENV)/.lint
 
 types: $(VENV)/.lint
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: model
 	$(BIN)/python bench/decode.py
