@@ -1,7 +1,7 @@
 // Batched LoRA delta on the GPU: out[row] += scale * bf16(B bf16(A x[row])), a slot for every row.
 //
 // What it is: header-free CUDA C for NVRTC. The text is specialised by #define lines put in front:
-//   RANK   padded rank, a multiple of 8 (8..256)
+//   RANK   padded rank, a multiple of 8 (8..128)
 //   CHUNK  elements of k_in one block reduces, a multiple of 256
 // Layouts: A [RANK, k_in], B [n_out, RANK], x and out rows: bf16. Tables: one u64 cell a slot, 0 = no
 // pair; scales f32, one a slot. Up to three slices (q, k, v; gate, up) share x.
@@ -72,12 +72,12 @@ __device__ __forceinline__ Pack load_shared_line(const u16* p) {
 }
 
 // planes[split][row][slice][RANK] f32 = A[slot] x[row] over elements split * CHUNK .. + CHUNK.
-// Grid (RANK / (4 * SHRINK_WARPS) * n_slices, rows, splits), block 32 * SHRINK_WARPS.
+// Grid (RANK / (4 * SHRINK_WARPS) * n_slices, n_rows, splits), block 32 * SHRINK_WARPS.
 // Each warp sums four rows of A; every lane has (1 + 4) independent 16-byte loads in flight a step.
 extern "C" __global__ void __launch_bounds__(32 * SHRINK_WARPS)
 lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __restrict__ a0,
             const u64* __restrict__ a1, const u64* __restrict__ a2,
-            const int* __restrict__ row_slot, int k_in, int x_stride, int n_slices,
+            const int* __restrict__ row_slot, int n_rows, int k_in, int x_stride, int n_slices,
             int max_loras) {
   const int row = blockIdx.y;
   const int slot = row_slot[row];
@@ -117,19 +117,19 @@ lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __
   total += __shfl_xor_sync(0xffffffffu, total, 2);
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   if ((lane & 7) == 0) {
-    const u64 plane = (u64)blockIdx.z * gridDim.y + row;
+    const u64 plane = (u64)blockIdx.z * n_rows + row;
     planes[(plane * n_slices + slice) * RANK + rank + (lane >> 3)] = total;
   }
 }
 
 // out[row][column_j + i] = bf16(out + scale * bf16(B[slot][i] . bf16(sum of planes))), in place.
-// Grid (tiles of all slices, rows), block EXPAND_THREADS; a block takes 128 * TILES rows of one B.
+// Grid (tiles of all slices, n_rows), block EXPAND_THREADS; a block takes 128 * TILES rows of one B.
 extern "C" __global__ void __launch_bounds__(EXPAND_THREADS)
 lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* __restrict__ a0,
             const u64* __restrict__ a1, const u64* __restrict__ a2, const u64* __restrict__ b0,
             const u64* __restrict__ b1, const u64* __restrict__ b2, const float* __restrict__ c0,
             const float* __restrict__ c1, const float* __restrict__ c2,
-            const int* __restrict__ row_slot, int out_stride, int n_splits, int n_slices,
+            const int* __restrict__ row_slot, int n_rows, int out_stride, int n_splits, int n_slices,
             int max_loras, int n_out0, int n_out1, int n_out2, int column0, int column1,
             int column2) {
   __shared__ __align__(16) float xa[RANK];
@@ -179,8 +179,9 @@ lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* 
   }
   for (int r = threadIdx.x; r < RANK; r += EXPAND_THREADS) {
     const float* plane = planes + ((u64)row * n_slices + slice) * RANK + r;
-    const u64 step = (u64)gridDim.y * n_slices * RANK;
+    const u64 step = (u64)n_rows * n_slices * RANK;
     float sum = 0.f;
+#pragma unroll 4
     for (int s = 0; s < n_splits; ++s) sum += plane[s * step];
     xa[r] = from_bf16(to_bf16(sum));
   }

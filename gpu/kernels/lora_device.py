@@ -1,0 +1,339 @@
+"""The LoRA delta and the table refresh on any `Device`: kernel specs, launch shapes, a group.
+
+What it is: `lora.cu` and `tables.cu` as `KernelSpec`s with a host form each, so that one launch
+code runs on the host device, the test driver and a GPU. It owns no memory: planes are the caller's.
+
+Invariants: the number of splits, hence the order of additions, depends on k_in alone, so a row's
+result does not depend on how many rows are served with it; nothing is launched for no rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ...errors import DeviceError
+from ..device import Device, Kernel, KernelSpec, Stream
+from .bgmv import MAX_SLICES, LoraSlice
+from .memory import strided_at, view_at
+
+MAX_RANK: Final = 128
+MAX_ROWS: Final = 65535
+LONG_INPUT: Final = 4096
+EXPAND_THREADS: Final = 128
+PAIRS_PER_BLOCK: Final = 128
+
+Args = tuple[int | float, ...]
+
+
+def chunk_of(k_in: int) -> int:
+    """Elements of the input one block of the shrink reduces."""
+    return 512 if k_in <= LONG_INPUT else 1024
+
+
+def splits_of(k_in: int) -> int:
+    """Planes of partial sums for an input of this length."""
+    return -(-k_in // chunk_of(k_in))
+
+
+def planes_bytes(n_rows: int, n_slices: int, rank: int, k_in: int) -> int:
+    """Bytes of scratch one delta needs: float32 ``[splits, n_rows, n_slices, rank]``."""
+    return 4 * splits_of(k_in) * n_rows * n_slices * rank
+
+
+def shrink_warps(rank: int) -> int:
+    """Warps of a shrink block, four ranks each (``SHRINK_WARPS`` of the source)."""
+    return 4 if rank % 16 == 0 else 2
+
+
+def expand_span(rank: int) -> int:
+    """Output columns of an expand block (``EXPAND_THREADS * TILES`` of the source)."""
+    return EXPAND_THREADS * (4 if rank <= 8 else 2 if rank <= 16 else 1)
+
+
+@cache
+def lora_specs(rank: int, chunk: int) -> tuple[KernelSpec, KernelSpec]:
+    """Shrink and expand for one padded rank and chunk.
+
+    Raises:
+        DeviceError: bad-argument, for a rank the kernels are not made for.
+    """
+    if rank % 8 or not 8 <= rank <= MAX_RANK:
+        raise DeviceError(
+            "no LoRA kernels for this rank",
+            code="bad-argument",
+            subject="rank",
+            expected=f"a multiple of 8 in 8..{MAX_RANK}",
+            found=rank,
+        )
+    text = Path(__file__).with_name("lora.cu").read_text(encoding="utf-8")
+    source = f"#define RANK {rank}\n#define CHUNK {chunk}\n{text}"
+
+    def shrink(*args: int | float) -> None:
+        _host_shrink(rank, chunk, args)
+
+    def expand(*args: int | float) -> None:
+        _host_expand(rank, args)
+
+    return (
+        KernelSpec("lora_shrink", "p" * 6 + "i" * 5, shrink, source),
+        KernelSpec("lora_expand", "p" * 12 + "i" * 11, expand, source),
+    )
+
+
+@cache
+def refresh_spec() -> KernelSpec:
+    """The kernel that rewrites one slot's column of the tables; see `refresh_tables`."""
+    text = Path(__file__).with_name("tables.cu").read_text(encoding="utf-8")
+    return KernelSpec("lora_refresh", "p" * 7 + "piii", _host_refresh, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Addresses of the tables ``[n_pairs, max_loras]`` and of what fills them.
+
+    Attributes:
+        a_table: u64. b_table: u64. scale_table: float32.
+        a_offsets: u64 ``[n_pairs]``, bytes from a slot's start. b_offsets: likewise.
+        n_pairs: rows of the tables.
+        max_loras: cells in a row.
+    """
+
+    a_table: int
+    b_table: int
+    scale_table: int
+    a_offsets: int
+    b_offsets: int
+    n_pairs: int
+    max_loras: int
+
+
+def refresh_tables(
+    device: Device,
+    kernel: Kernel,
+    columns: Columns,
+    slot: int,
+    stream: Stream,
+    *,
+    base: int = 0,
+    present: int = 0,
+    scales: int = 0,
+) -> None:
+    """Rewrite the cells of ``slot`` on the stream and nothing else.
+
+    Args:
+        device: of all addresses.
+        kernel: `refresh_spec` loaded on it.
+        columns: the tables.
+        slot: whose cells.
+        stream: the order it takes.
+        base: address of the slot's first byte; 0 empties the slot.
+        present: address of u8 ``[n_pairs]`` on the device, unused with base 0.
+        scales: address of float32 ``[n_pairs]`` on the device, unused with base 0.
+
+    Raises:
+        DeviceError: bad-argument for a slot outside the tables, and what the launch raises.
+    """
+    if not 0 <= slot < columns.max_loras:
+        raise DeviceError(
+            "no such slot",
+            code="bad-argument",
+            subject="slot",
+            expected=f"0..{columns.max_loras - 1}",
+            found=slot,
+        )
+    args = (
+        *(columns.a_table, columns.b_table, columns.scale_table),
+        *(columns.a_offsets, columns.b_offsets, present, scales),
+        *(base, slot, columns.max_loras, columns.n_pairs),
+    )
+    grid = (-(-columns.n_pairs // PAIRS_PER_BLOCK), 1, 1)
+    device.launch(kernel, grid, (PAIRS_PER_BLOCK, 1, 1), args, stream)
+
+
+class DeviceLoraGroup:
+    """Up to three LoRA pairs that share one input, applied to all rows in two launches.
+
+    Args:
+        device: where everything lies.
+        slices: tables, columns and widths; see `LoraSlice`.
+        k_in: elements of an input row, a multiple of 8.
+        rank: padded rank, a multiple of 8 in 8..128.
+        max_loras: cells of each table row.
+        planes: address of scratch that no other work uses at the same time.
+        planes_nbytes: its size; `planes_bytes` says what a number of rows needs.
+
+    Raises:
+        DeviceError: bad-argument, and what loading a kernel raises.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slices: tuple[LoraSlice, ...],
+        *,
+        k_in: int,
+        rank: int,
+        max_loras: int,
+        planes: int,
+        planes_nbytes: int,
+    ) -> None:
+        if not 1 <= len(slices) <= MAX_SLICES or k_in % 8 or k_in <= 0 or planes % 16:
+            raise DeviceError(
+                "a LoRA group the kernels cannot serve",
+                code="bad-argument",
+                expected=f"1 to {MAX_SLICES} slices, k_in a multiple of 8, planes on 16 bytes",
+                found=f"{len(slices)} slices, k_in {k_in}, planes at {planes:#x}",
+            )
+        shrink, expand = lora_specs(rank, chunk_of(k_in))
+        self._device = device
+        self._shrink, self._expand = device.load_kernel(shrink), device.load_kernel(expand)
+        self._planes, self._planes_nbytes = planes, planes_nbytes
+        self._k_in, self._rank, self._max_loras = k_in, rank, max_loras
+        self._splits, self._n = splits_of(k_in), len(slices)
+
+        def three(values: list[int]) -> tuple[int, ...]:
+            return (*values, *(0,) * (MAX_SLICES - len(values)))
+
+        self._a = three([part.a_table for part in slices])
+        self._b = three([part.b_table for part in slices])
+        self._scales = three([part.scales for part in slices])
+        self._widths = three([part.n_out for part in slices])
+        self._columns = three([part.column for part in slices])
+        span = expand_span(rank)
+        self._tiles = sum(-(-part.n_out // span) for part in slices)
+        self._rank_tiles = rank // (4 * shrink_warps(rank)) * self._n
+        self._block = (32 * shrink_warps(rank), 1, 1)
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+        stream: Stream,
+    ) -> None:
+        """Queue out[row] += scale * delta for every row with an adapter.
+
+        Args:
+            x_addr: address of bf16 x ``[n_rows, k_in]``, on 16 bytes.
+            x_stride: elements between rows of x, a multiple of 8.
+            out_addr: address of column 0 of bf16 out; must not overlap x.
+            out_stride: elements between rows of out.
+            row_slot_addr: address of int32 ``[n_rows]``, -1 = base; a slot outside the tables kills
+                the device.
+            n_rows: rows, at most 65535.
+            stream: the order it takes.
+
+        Raises:
+            DeviceError: bad-argument, and what a launch raises.
+        """
+        if n_rows == 0:
+            return
+        need = planes_bytes(n_rows, self._n, self._rank, self._k_in)
+        if x_addr % 16 or x_stride % 8 or not 0 < n_rows <= MAX_ROWS or need > self._planes_nbytes:
+            raise DeviceError(
+                "rows the LoRA kernels cannot serve",
+                code="bad-argument",
+                expected=f"x on 16 bytes, stride a multiple of 8, planes of {need} bytes",
+                found=f"x at {x_addr:#x}, stride {x_stride}, planes of {self._planes_nbytes}",
+            )
+        self._device.launch(
+            self._shrink,
+            (self._rank_tiles, n_rows, self._splits),
+            self._block,
+            (
+                *(self._planes, x_addr, *self._a, row_slot_addr),
+                *(n_rows, self._k_in, x_stride, self._n, self._max_loras),
+            ),
+            stream,
+        )
+        self._device.launch(
+            self._expand,
+            (self._tiles, n_rows, 1),
+            (EXPAND_THREADS, 1, 1),
+            (
+                *(out_addr, self._planes, *self._a, *self._b, *self._scales, row_slot_addr),
+                *(n_rows, out_stride, self._splits, self._n, self._max_loras),
+                *(*self._widths, *self._columns),
+            ),
+            stream,
+        )
+
+
+# Host forms: the same sums, in the order torch adds them.
+
+
+def _cell(table: int, slot: int, max_loras: int) -> int:
+    return int(view_at(table, (max_loras,), torch.int64)[slot])
+
+
+def _host_shrink(rank: int, chunk: int, args: Args) -> None:
+    planes_addr, x_addr, a0, a1, a2, rows_addr = (int(arg) for arg in args[:6])
+    n_rows, k_in, x_stride, n_slices, max_loras = (int(arg) for arg in args[6:])
+    splits = -(-k_in // chunk)
+    planes = view_at(planes_addr, (splits, n_rows, n_slices, rank), torch.float32)
+    x = strided_at(x_addr, n_rows, k_in, x_stride, torch.bfloat16)
+    for row, slot in enumerate(view_at(rows_addr, (n_rows,), torch.int32).tolist()):
+        for part, table in enumerate((a0, a1, a2)[:n_slices]):
+            address = _cell(table, slot, max_loras) if slot >= 0 else 0
+            if address == 0:
+                continue
+            a = view_at(address, (rank, k_in), torch.bfloat16)
+            for split in range(splits):
+                span = slice(split * chunk, min(k_in, (split + 1) * chunk))
+                planes[split, row, part] = a[:, span].float() @ x[row, span].float()
+
+
+def _host_expand(rank: int, args: Args) -> None:
+    out_addr, planes_addr = int(args[0]), int(args[1])
+    a_tables, b_tables, scales = args[2:5], args[5:8], args[8:11]
+    rows_addr, n_rows, out_stride, splits, n_slices, max_loras = (int(arg) for arg in args[11:17])
+    widths, columns = args[17:20], args[20:23]
+    planes = view_at(planes_addr, (splits, n_rows, n_slices, rank), torch.float32)
+    for row, slot in enumerate(view_at(rows_addr, (n_rows,), torch.int32).tolist()):
+        for part in range(n_slices if slot >= 0 else 0):
+            width = int(widths[part])
+            b_addr = _cell(int(b_tables[part]), slot, max_loras)
+            if b_addr == 0 or _cell(int(a_tables[part]), slot, max_loras) == 0:
+                continue
+            scale = view_at(int(scales[part]), (max_loras,), torch.float32)[slot]
+            b = view_at(b_addr, (width, rank), torch.bfloat16).float()
+            total = torch.zeros(rank)
+            for split in range(splits):
+                total += planes[split, row, part]
+            delta = (b @ total.bfloat16().float()).bfloat16().float()
+            place = out_addr + 2 * (row * out_stride + int(columns[part]))
+            out = view_at(place, (width,), torch.bfloat16)
+            out.copy_(out.float() + scale * delta)
+
+
+def _array(address: int, count: int, dtype: type[np.generic]) -> Any:
+    raw: Any = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)
+
+
+def _host_refresh(*args: int | float) -> None:
+    a_table, b_table, scale_table, a_off, b_off, present, scales, base, slot, loras, pairs = (
+        int(arg) for arg in args
+    )
+    targets = [
+        _array(address, pairs * loras, kind).reshape(pairs, loras)[:, slot]
+        for address, kind in ((a_table, np.uint64), (b_table, np.uint64), (scale_table, np.float32))
+    ]
+    if base == 0:
+        for column in targets:
+            column[:] = 0
+        return
+    on = _array(present, pairs, np.uint8) != 0
+    targets[0][:] = np.where(on, _array(a_off, pairs, np.uint64) + np.uint64(base), 0)
+    targets[1][:] = np.where(on, _array(b_off, pairs, np.uint64) + np.uint64(base), 0)
+    targets[2][:] = np.where(on, _array(scales, pairs, np.float32), 0)
