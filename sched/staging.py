@@ -102,12 +102,12 @@ class Stager:
             with anyio.CancelScope(shield=True):
                 # The thread cannot be stopped from outside; its flag can. Shielded, so that its
                 # image is never orphaned between the thread's end and ours.
-                outcome = await anyio.to_thread.run_sync(
+                return await anyio.to_thread.run_sync(
                     self._work, source, flag, limiter=self._limiter
                 )
         finally:
             del self._cancelled[stage]
-        return outcome
+        raise AssertionError("nobody cancels the scope above")
 
     def cancel(self, stage: int) -> None:
         flag = self._cancelled.get(stage)

@@ -119,7 +119,7 @@ async def _live_swaps(engine: Engine, adapters_dir: Path, console: Console) -> N
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     steady = [Track(None), Track("json"), Track("sentiment"), Track("pirate")]
     after = Track("pirate")
-    fourth = Track("haiku")
+    fourth = Track("fourth")
     rows: list[tuple[str, float]] = []
     done = anyio.Event()
     window: list[float] = []
@@ -129,7 +129,7 @@ async def _live_swaps(engine: Engine, adapters_dir: Path, console: Console) -> N
         window.append(time.perf_counter())
         replaced = await engine.replace("pirate", adapters_dir / "pirate-small")
         rows.append((f"replace pirate -> generation {replaced.generation}", replaced.seconds))
-        promoted = await engine.promote("haiku", adapters_dir / "json-small")
+        promoted = await engine.promote("fourth", adapters_dir / "json-small")
         rows.append((f"promote a fourth adapter into slot {promoted.slot}", promoted.seconds))
         window.append(time.perf_counter())
         short = SamplingParams(max_tokens=30)

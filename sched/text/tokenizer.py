@@ -168,8 +168,8 @@ def _eos_ids(directory: Path, raw: Any) -> frozenset[int]:
             found = nested.get("eos_token_id")
         if found is not None:
             break
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    for value in ids:
+    ids: set[int] = set()
+    for value in found if isinstance(found, list) else [] if found is None else [found]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ModelError(
                 "eos_token_id is not a token id",
@@ -178,6 +178,9 @@ def _eos_ids(directory: Path, raw: Any) -> frozenset[int]:
                 expected="an id or a list of ids",
                 found=repr(value)[:100],
             )
+        ids.add(value)
     named = token_text((read_json(directory / "tokenizer_config.json") or {}).get("eos_token"))
     named_id = None if named is None else raw.token_to_id(named)
-    return frozenset(ids) | (frozenset() if named_id is None else {named_id})
+    if named_id is not None:
+        ids.add(int(named_id))
+    return frozenset(ids)
