@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -95,6 +95,7 @@ class Runner:
         self._samplers: dict[int, Sampler] = {}
         self._adapters: Adapters | None = None
         self._kv: KvCache | None = None
+        self._model: LlamaModel | None = None
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
@@ -117,16 +118,16 @@ class Runner:
                     kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
+            context = min(config.context, num_blocks * BLOCK_TOKENS)
+            limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
+            self._batch = StepBatch(limits)
+            self._sample = RowSampler(config.vocab)
+            self._model = LlamaModel(
+                config, weights, kernels, self._kv, self._batch, positions=context
+            )
         except BaseException:
             self._free()
             raise
-        context = min(config.context, num_blocks * BLOCK_TOKENS)
-        limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
-        self._batch = StepBatch(limits)
-        self._sample = RowSampler(config.vocab)
-        self._model: LlamaModel | None = LlamaModel(
-            config, weights, kernels, self._kv, self._batch, positions=context
-        )
         self.info = RunnerInfo(
             family=config.family,
             dtype=str(dtype).removeprefix("torch."),
@@ -278,9 +279,8 @@ class Runner:
         """
         model = self._alive()
         slots = self._row_slots(rows)
-        n = self._batch.fill(rows)
         with torch.inference_mode(), _named_failure():
-            return self._run(model, rows, n, slots)
+            return self._run(model, rows, self._batch.fill(rows), slots)
 
     def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
         slots = frozenset(row.slot for row in rows)
@@ -348,8 +348,10 @@ class Runner:
     def close(self) -> None:
         """Free everything and close the device. Idempotent."""
         if not self._closed:
-            self._free()
-            self._device.close()
+            try:
+                self._free()
+            finally:
+                self._device.close()
 
     def _alive(self) -> LlamaModel:
         if self._closed or self._model is None:
@@ -360,11 +362,15 @@ class Runner:
         self._closed = True
         self._model = None
         self._samplers.clear()
-        if self._kv is not None:
-            self._kv.close()
-        if self._adapters is not None:
-            self._adapters.close()
-        self._device.destroy_stream(self._stream)
+        # Last in, first out: queued work ends before the memory it uses is given back, and one
+        # failure does not keep the rest.
+        with ExitStack() as stack:
+            if self._adapters is not None:
+                stack.callback(self._adapters.close)
+            if self._kv is not None:
+                stack.callback(self._kv.close)
+            stack.callback(self._device.destroy_stream, self._stream)
+            stack.callback(self._device.synchronize, self._stream)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rota.errors import DeviceError, InternalError, ModelError, RequestError
+from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.bgmv import LoraGroup
 from rota.gpu.lora.image import SlotImage
@@ -267,6 +268,35 @@ def test_a_load_that_fails_leaves_nothing_on_the_device(data_dir, options, code)
     assert caught.value.code == code
     assert device.live_labels() == ()
     device.close()
+
+
+def test_a_fault_in_any_device_call_of_a_load_leaves_nothing(data_dir):
+    counting = FaultyDevice(HostDevice(checked=True), [])
+    runner = load(data_dir, counting)
+    ops = ("create_stream", "alloc", "memset", "copy_h2d", "synchronize")
+    calls = {op: counting.calls(op) for op in ops}
+    runner.close()
+    tried = 0
+    for op, count in calls.items():
+        for nth in range(1, count + 1):
+            device = FaultyDevice(HostDevice(checked=True), [Fault(op, nth)])
+            with pytest.raises(DeviceError) as caught:
+                load(data_dir, device)
+            assert caught.value.code == "injected"
+            assert device.live_labels() == ()
+            device.close()
+            tried += 1
+    assert tried >= 10
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_close_goes_on_when_one_thing_cannot_be_given_back(data_dir, nth):
+    inner = HostDevice()
+    runner = load(data_dir, FaultyDevice(inner, [Fault("free", nth)]))
+    with pytest.raises(DeviceError):
+        runner.close()
+    assert inner.live_labels() == ()
+    runner.close()
 
 
 def test_lora_off(data_dir):
