@@ -1,0 +1,200 @@
+"""Metrics for Prometheus: the engine's, read from its snapshot, and this face's own.
+
+Owns the histograms and counters of one face. Invariant: the number of series is bounded: adapter
+names become labels for ``metrics_adapters`` of them at most, routes and codes come from fixed sets.
+The ``vllm:`` names are those of the Gateway API inference extension's model-server protocol
+(its proposal 003), so that its endpoint picker reads rota as it reads vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..core.snapshot import Stats
+from ..face import AdapterReply
+
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TIMES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PHASES = frozenset({"read", "digest", "audit", "pack", "total"})
+_LEVELS = ("device", "host", "cold")
+_SLOT_STATES = ("EMPTY", "STAGING", "READY", "IN_USE", "DRAINING")
+
+
+class HttpMetrics:
+    """This face's own numbers."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "rota_http_requests",
+            "Answered requests.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "rota_http_request_seconds",
+            "From the first byte of a request to the last of its answer.",
+            ["route"],
+            buckets=_TIMES,
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "rota_time_to_first_token_seconds",
+            "From a request's start to its first token.",
+            buckets=_TIMES,
+            registry=registry,
+        )
+        self.gap = Histogram(
+            "rota_inter_token_seconds",
+            "Between two tokens of one request.",
+            buckets=_GAPS,
+            registry=registry,
+        )
+        self._load = Histogram(
+            "rota_adapter_load_seconds",
+            "Loading an adapter, by phase (total: from the call to the answer).",
+            ["phase"],
+            buckets=_TIMES,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "rota_adapter_commands_refused",
+            "Adapter commands that ended in an error, by its kind.",
+            ["kind"],
+            registry=registry,
+        )
+
+    def loaded(self, reply: AdapterReply) -> None:
+        """An adapter command that staged something has been answered."""
+        self._load.labels("total").observe(reply.seconds)
+        for phase, seconds in (reply.report.seconds if reply.report else {}).items():
+            if phase in _PHASES:
+                self._load.labels(phase).observe(seconds)
+
+    def render(self, stats: Stats | None, most: int, clock: Callable[[], float]) -> bytes:
+        """The whole page; without the engine's part when it does not answer."""
+        page: bytes = generate_latest(self._registry)
+        if stats is None:
+            return page
+        registry = CollectorRegistry()
+        registry.register(_Snapshot(stats, most, clock))
+        return bytes(generate_latest(registry)) + page
+
+
+class _Snapshot:
+    """A collector over one snapshot."""
+
+    def __init__(self, stats: Stats, most: int, clock: Callable[[], float]) -> None:
+        self._stats = stats
+        self._most = most
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._protocol()
+        yield from self._slots()
+        yield from self._adapters()
+        yield from self._totals()
+
+    def _protocol(self) -> Iterator[Metric]:
+        s = self._stats
+        running = s.prefilling + s.decoding
+        used = 1.0 - s.blocks_free / s.blocks_total if s.blocks_total else 0.0
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters ready in the pool, adapters that wait for a slot, and the slots; the value "
+            "is the time of the snapshot.",
+            labels=["running_lora_adapters", "waiting_lora_adapters", "max_lora"],
+        )
+        resident = [a.name for a in s.adapters if a.level == "device"]
+        waiting = [a.name for a in s.adapters if a.level != "device" and a.jobs]
+        info.add_metric(
+            [_listed(resident), _listed(waiting[: self._most]), str(len(s.slots))], self._clock()
+        )
+        yield info
+        yield _gauge("vllm:num_requests_running", "Requests in steps.", running)
+        yield _gauge("vllm:num_requests_waiting", "Requests that wait for admission.", s.waiting)
+        yield _gauge("vllm:kv_cache_usage_perc", "KV memory in use, 1 is all.", used)
+        yield _gauge("rota_requests_running", "Requests in steps.", running)
+        yield _gauge("rota_requests_waiting", "Requests that wait for admission.", s.waiting)
+        yield _gauge("rota_kv_blocks_free", "Free KV blocks.", s.blocks_free)
+        yield _gauge("rota_kv_blocks_total", "KV blocks.", s.blocks_total)
+
+    def _slots(self) -> Iterator[Metric]:
+        s = self._stats
+        states = GaugeMetricFamily("rota_slots", "Slots of the pool, by state.", labels=["state"])
+        for state in _SLOT_STATES:
+            states.add_metric([state], sum(x.state == state for x in s.slots))
+        yield states
+        leases = GaugeMetricFamily("rota_slot_leases", "Leases of a slot.", labels=["slot"])
+        for slot in s.slots:
+            leases.add_metric([str(slot.index)], slot.leases)
+        yield leases
+
+    def _adapters(self) -> Iterator[Metric]:
+        s = self._stats
+        levels = GaugeMetricFamily(
+            "rota_adapters", "Known adapters, by where they are.", labels=["level"]
+        )
+        for level in _LEVELS:
+            levels.add_metric([level], sum(a.level == level for a in s.adapters))
+        yield levels
+        residency = GaugeMetricFamily(
+            "rota_adapter_residency",
+            "1 at the level an adapter is at; the nearest to the device are listed.",
+            labels=["adapter", "level"],
+        )
+        generation = GaugeMetricFamily(
+            "rota_adapter_generation", "Versions an adapter has had.", labels=["adapter"]
+        )
+        nearest = sorted(s.adapters, key=lambda a: _LEVELS.index(a.level))[: self._most]
+        for adapter in nearest:
+            residency.add_metric([adapter.name, adapter.level], 1)
+            generation.add_metric([adapter.name], adapter.generation)
+        yield residency
+        yield generation
+        yield _gauge("rota_adapter_jobs", "Adapter commands and misses under way.", s.jobs)
+        yield _gauge("rota_image_cache_bytes", "Host memory of staged images.", s.image_bytes)
+
+    def _totals(self) -> Iterator[Metric]:
+        s = self._stats
+        for name, text, value in (
+            ("rota_steps", "Steps run.", s.steps),
+            ("rota_generated_tokens", "Tokens sampled.", s.tokens),
+            ("rota_prompt_tokens", "Prompt tokens fed.", s.prompt_tokens),
+            ("rota_requests_submitted", "Requests taken or refused.", s.submitted),
+            ("rota_requests_ended", "Requests that ended.", s.ended),
+            ("rota_preemptions", "Sequences preempted for KV memory.", s.preempted),
+            ("rota_commits", "Slot images written.", s.commits),
+            ("rota_stages", "Adapters staged.", s.stages),
+            ("rota_stage_failures", "Stagings that failed.", s.stage_failures),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        evictions = CounterMetricFamily(
+            "rota_evictions", "Adapters that lost their slot, by cause.", labels=["cause"]
+        )
+        evictions.add_metric(["idle"], max(0, s.evicted - s.drained))
+        evictions.add_metric(["drained"], s.drained)
+        yield evictions
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _listed(names: list[str]) -> str:
+    """A comma-separated list, as the protocol wants; a comma inside a name is written ``%2C``."""
+    return ",".join(name.replace(",", "%2C") for name in names)
+
+
+def wall_clock() -> float:
+    """Seconds since the epoch."""
+    return time.time()
+
+
+def route_of(path: str, known: frozenset[str]) -> str:
+    """A bounded label for a path."""
+    return path if path in known else "other"
