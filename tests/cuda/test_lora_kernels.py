@@ -123,7 +123,7 @@ def test_a_row_does_not_depend_on_its_company(rig, problem, k_in):
 
 
 def test_random_values_agree_with_the_host_form_and_float64(rig, host_rig, problem, bf16):
-    to_bits, from_bits = bf16
+    _, from_bits = bf16
 
     def fresh():
         return floats(problem(n=6, k_in=1032, rank=32, widths=(100, 60), slots=mixed(6)), 5)
