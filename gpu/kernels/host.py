@@ -11,7 +11,7 @@ import logging
 import torch
 
 from ...errors import DeviceError
-from . import act, attention, bf16, norm, rope
+from . import act, attention, attention_kernel, bf16, norm, rope
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
 from .memory import Scratch
@@ -188,8 +188,8 @@ class HostKernels:
             return
         rows, heads = q.shape[:2]
         kv_heads = k_cache.shape[1]
-        need = attention.scratch_bytes(heads, kv_heads, head_dim, block_tables.shape[1])
-        attention.paged_attention_kernel(
+        need = attention_kernel.scratch_bytes(heads, kv_heads, head_dim, block_tables.shape[1])
+        attention_kernel.paged_attention_kernel(
             self._tag,
             q.data_ptr(),
             q.stride(0),

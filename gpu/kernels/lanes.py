@@ -31,7 +31,7 @@ def lowered(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A device function of kernels, inlined by LLVM."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -98,25 +98,26 @@ def widen(builder: Any, words: Any, wide: Any, result: Any) -> Any:
     return builder.bitcast(builder.shl(bits, shift), result)
 
 
-def narrow(builder: Any, value: Any) -> Any:
-    """fp32 to bf16 words, nearest even, NaN stays NaN; scalar or vector."""
-    if isinstance(value.type, ir.VectorType):
-        wide, half = V16I, V16H
+def rounded_bits(builder: Any, value: Any) -> Any:
+    """fp32 rounded to bf16, nearest even, NaN stays NaN: 32-bit words whose high half counts."""
+    wide = V16I if isinstance(value.type, ir.VectorType) else I32
 
-        def number(x: int) -> Any:
-            return const(V16I, x)
-    else:
-        wide, half = I32, I16
-
-        def number(x: int) -> Any:
-            return ir.Constant(I32, x)
+    def number(x: int) -> Any:
+        return ir.Constant(wide, [x] * LANES if wide is V16I else x)
 
     bits = builder.bitcast(value, wide)
     odd = builder.and_(builder.lshr(bits, number(16)), number(1))
     rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
     nan = builder.fcmp_unordered("uno", value, value)
-    rounded = builder.select(nan, number(0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(rounded, number(16)), half)
+    return builder.select(nan, number(0x7FC00000), rounded)
+
+
+def narrow(builder: Any, value: Any) -> Any:
+    """fp32 to bf16 words; scalar or vector."""
+    vectorial = isinstance(value.type, ir.VectorType)
+    shift = const(V16I, 16) if vectorial else ir.Constant(I32, 16)
+    high = builder.lshr(rounded_bits(builder, value), shift)
+    return builder.trunc(high, V16H if vectorial else I16)
 
 
 def _load_vector(builder: Any, tag: Any, address: Any, index: Any) -> Any:
@@ -209,6 +210,18 @@ def st_i32(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(INDEX, INDEX, INDEX), codegen
+
+
+@lowered
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at `address`; any address is harmless."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(INDEX), codegen
 
 
 @lowered
@@ -323,6 +336,25 @@ def vst(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(tag, INDEX, INDEX, vector), codegen
+
+
+@lowered
+def vst_pairs(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: Any) -> Any:
+    """Round and store thirty-two elements that are ordered as `vld_pairs` orders them."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if is_bf16(tag):
+            even = builder.lshr(rounded_bits(builder, args[3]), const(V16I, 16))
+            odd = builder.and_(rounded_bits(builder, args[4]), const(V16I, -65536))
+            place = _at(builder, tag, args[1], args[2], V16I)
+            builder.store(builder.or_(even, odd), place, align=2)
+        else:
+            next16 = builder.add(args[2], ir.Constant(args[2].type, LANES))
+            for value, at in ((args[3], args[2]), (args[4], next16)):
+                builder.store(value, _at(builder, tag, args[1], at, V16F), align=4)
+        return context.get_dummy_value()
+
+    return types.void(tag, INDEX, INDEX, vector, vector), codegen
 
 
 @lowered

@@ -20,11 +20,10 @@ from .lanes import (
     is_bf16,
     lane_mask,
     lowered,
-    narrow,
+    rounded_bits,
     splat,
     types,
     vector,
-    widen,
 )
 
 
@@ -34,7 +33,8 @@ def vround(typingctx: Any, tag: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if is_bf16(tag):
-            return widen(builder, narrow(builder, args[1]), V16I, V16F)
+            high = builder.and_(rounded_bits(builder, args[1]), const(V16I, -65536))
+            return builder.bitcast(high, V16F)
         return args[1]
 
     return vector(tag, vector), codegen
