@@ -52,7 +52,7 @@ def _load_store(code: KernelCode, ins: Instruction) -> Run | None:
     where = _reader(symbol, "u64", code)
     values = [] if loading else [_reader(name, kind, code) for name in names]
     access = _shared if "shared" in op else _global
-    if op[1] not in ("global", "shared"):
+    if "global" not in op and "shared" not in op:
         return None
 
     def run(s: State, sel: Select) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
-RANKS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
+RANKS = (8, 16, 24, 40, 64, 128)
 REGISTERS = {"lora_shrink": 64, "lora_expand": 96, "lora_refresh": 32}
 """64 registers keep 8 blocks of 128 threads on a multiprocessor; 96 keep 5."""
 
