@@ -28,7 +28,7 @@ class TextSink(Protocol):
         ...
 
 
-class GenerationEvent(msgspec.Struct, frozen=True):
+class GenerationEvent(msgspec.Struct, frozen=True, array_like=True):
     """One step of a generation.
 
     ``token_id``: the new token, or ``None`` for a closing event without one. ``text``: the text it

@@ -278,8 +278,7 @@ class Connection:
                     events = [e for e in events if e.finish_reason is not None]
                 request.credit = max(0, request.credit - len(events))
                 if events:
-                    wired = tuple([wire.to_event(e) for e in events])
-                    self._send(wire.Tokens(message.request, wired))
+                    self._send(wire.Tokens(message.request, tuple(events)))
         finally:
             generation.cancel()
 

@@ -68,9 +68,8 @@ class RemoteGeneration:
         return len(self._events)
 
     # called by the link -------------------------------------------------------------------------
-    def push(self, events: tuple[wire.Event, ...]) -> None:
-        for event in events:
-            self._events.append(wire.from_event(event))
+    def push(self, events: tuple[GenerationEvent, ...]) -> None:
+        self._events.extend(events)
         self._wake.set()
 
     def end(self, error: RotaError | None) -> None:

@@ -106,23 +106,11 @@ class Credit(_Message, tag=12, frozen=True):
     events: int
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`~rota.sched.streams.GenerationEvent`, field by field."""
-
-    token_id: int | None
-    text: str
-    finish_reason: str | None
-    adapter_id: int
-    index: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
 class Tokens(_Message, tag=20, frozen=True):
     """Events of one request, in order."""
 
     request: int
-    events: tuple[Event, ...]
+    events: tuple[GenerationEvent, ...]
 
 
 class Ended(_Message, tag=21, frozen=True):
@@ -293,30 +281,6 @@ ToServer = (
     | CancelCall
 )
 ToClient = Welcome | Refused | Ping | Pong | Tokens | Ended | Result
-
-
-def to_event(event: GenerationEvent) -> Event:
-    return Event(
-        event.token_id,
-        event.text,
-        event.finish_reason,
-        event.adapter_id,
-        event.index,
-        event.logprob,
-        event.top_logprobs,
-    )
-
-
-def from_event(event: Event) -> GenerationEvent:
-    return GenerationEvent(
-        event.token_id,
-        event.text,
-        event.finish_reason,
-        event.adapter_id,
-        event.index,
-        event.logprob,
-        event.top_logprobs,
-    )
 
 
 def _bare(schema: Any) -> Any:
