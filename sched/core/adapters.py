@@ -70,6 +70,11 @@ def _start(state: State, entry: Name, job: Job) -> None:
         if _serves(state, current):
             _finish(state, entry, job, JobEvent.FINISH, "resident")
             return
+    if state.jobs_in_hand() >= state.config.jobs_in_hand():
+        job.queued = state.now
+        backlog = state.misses if job.kind is JobKind.MISS else state.backlog
+        backlog[job.id] = job
+        return
     reuse = job.kind not in (JobKind.REPLACE, JobKind.SWAP, JobKind.LOAD)
     if reuse and current is not None and state.names.knows_image(current.image):
         state.names.image_staged(current.image, 0)
@@ -81,6 +86,18 @@ def _start(state: State, entry: Name, job: Job) -> None:
     state.counters.stages += 1
     _move(state, job, JobEvent.STAGE)
     state.out.append(StartStage(job.stage, job.name, job.source))
+
+
+def start_waiting(state: State) -> bool:
+    """Take up jobs that waited because enough others were in hand, commands before misses;
+    whether there were any."""
+    started = False
+    for backlog in (state.backlog, state.misses):
+        while backlog and state.jobs_in_hand() < state.config.jobs_in_hand():
+            job = backlog.pop(next(iter(backlog)))
+            _start(state, state.names.names[job.name], job)
+            started = True
+    return started
 
 
 def stage_done(state: State, event: StageDone) -> None:
@@ -118,8 +135,9 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
         _relink(state, current, job.image)
         _finish(state, entry, job, JobEvent.FINISH, "unchanged")
         return
-    job.since = state.now
+    job.since = state.now if job.queued is None else job.queued
     state.placing[job.id] = job
+    state.unsettled = True
 
 
 def _serves(state: State, version: Version) -> bool:
@@ -145,7 +163,14 @@ def _own(entry: Name, job: Job) -> int:
 
 
 def place_all(state: State) -> None:
-    """Give slots to the jobs that wait for one, in the order they began to wait."""
+    """Give slots to the jobs that wait for one, in the order they began to wait. Does nothing
+    unless a job, a slot, a lane or the time has changed what it would decide."""
+    slots, lanes = state.slots, state.lanes
+    due = state.place_at is not None and state.now >= state.place_at
+    if not (state.unsettled or slots.changed or lanes.changed or due):
+        return
+    state.unsettled = slots.changed = lanes.changed = False
+    idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
     for job in list(state.placing.values()):
         entry = state.names.names[job.name]
         current = entry.current
@@ -154,15 +179,24 @@ def place_all(state: State) -> None:
             _relink(state, current, job.image)
             _finish(state, entry, job, JobEvent.FINISH, "resident")
             continue
-        if job.target < 0 and not state.slots.can_ever_place(_own(entry, job)):
+        if job.target < 0 and not (ever or slots.can_ever_place(_own(entry, job))):
             fail(state, job, _pool_full(state))
             continue
-        slot = _slot_for(state, entry, job)
+        if job.target < 0 and not idle and (job.id in drained or not _due(state, job)):
+            continue
+        slot = _slot_for(state, entry, job, drained)
         if slot is not None:
             _commit(state, entry, job, slot)
+        if slots.changed:
+            idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
+    state.place_at = _next_drain(state)
 
 
-def _slot_for(state: State, entry: Name, job: Job) -> Slot | None:
+def _due(state: State, job: Job) -> bool:
+    return state.now >= job.since + state.config.drain_after_s
+
+
+def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Slot | None:
     slots = state.slots
     current = entry.current
     if current is not None and current.slot >= 0 and not _is_fresh(entry, job):
@@ -180,9 +214,7 @@ def _slot_for(state: State, entry: Name, job: Job) -> Slot | None:
     idle = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
     if idle is not None:
         return idle
-    if any(s.drained_for == job.id for s in slots.slots):
-        return None
-    if state.now >= job.since + state.config.drain_after_s:
+    if job.id not in drained and _due(state, job):
         busy = slots.drain_victim(own, reserved)
         if busy is not None:
             _drain(state, busy, job)
@@ -352,7 +384,7 @@ def _finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) 
     assert version is not None
     entry.failed = None
     if job.pin and version.slot >= 0:
-        state.slots[version.slot].pinned = True
+        state.slots.pin(state.slots[version.slot], True)
     image = job.image
     state.reply(
         job.commands,
@@ -391,7 +423,8 @@ def _undrain(state: State, job: Job) -> None:
 def _release(state: State, job: Job) -> None:
     """Everything a job holds, once: its image, its source."""
     state.jobs.pop(job.id)
-    state.placing.pop(job.id, None)
+    for waiting in (state.placing, state.backlog, state.misses):
+        waiting.pop(job.id, None)
     if job.image >= 0:
         state.names.image_released(job.image)
     state.drop_sources(state.names.release_source(job.source))
@@ -425,7 +458,7 @@ def fail_all(state: State, failure: Failure) -> None:
             abandon(state, entry, failure)
 
 
-def next_drain(state: State) -> float | None:
+def _next_drain(state: State) -> float | None:
     """When the next waiting job may drain a victim (past that, only an event can help it)."""
     after = state.config.drain_after_s
     times = [j.since + after for j in state.placing.values()]

@@ -194,7 +194,7 @@ def _pin(state: State, command: int, name: str, pinned: bool) -> None:
     if pinned and slot.drained_for >= 0:
         state.slots.undrain(slot)
         state.lanes.unpark(name)
-    slot.pinned = pinned
+    state.slots.pin(slot, pinned)
     state.log.add(f"slot {slot.index}", "pinned" if pinned else "unpinned")
     state.out.append(
         Reply(command, "done", name, slot.index, current.generation, current.adapter_id)

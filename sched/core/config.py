@@ -10,7 +10,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``max_context``: tokens of one sequence. ``max_step_tokens``: tokens of one step when nothing
     decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens).
     ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
-    ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into."""
+    ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
+    ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image)."""
 
     max_loras: int
     num_blocks: int
@@ -29,3 +30,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     image_cache_bytes: int = 1 << 30
     log_size: int = 4096
     max_remembered_generations: int = 65_536
+    spare_jobs: int = 8
+
+    def jobs_in_hand(self) -> int:
+        """Most adapter jobs that may hold an image, or be making one, at once."""
+        return 2 * self.max_loras + self.spare_jobs

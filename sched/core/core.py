@@ -66,6 +66,8 @@ class Core:
         requests.expire(state)
         self._dispatch(event)
         adapters.place_all(state)
+        while adapters.start_waiting(state):
+            adapters.place_all(state)
         commands.settle_unloads(state)
         self._maybe_closed()
         out, state.out = state.out, []
@@ -126,7 +128,7 @@ class Core:
     def next_wake(self) -> float | None:
         """Absolute time of the next ``Tick``, or ``None``."""
         state = self._state
-        times = [state.next_deadline(), adapters.next_drain(state)]
+        times = [state.next_deadline(), state.place_at]
         times += [u.deadline for u in state.unloading]
         return min((t for t in times if t is not None), default=None)
 

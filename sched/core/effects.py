@@ -11,7 +11,7 @@ import msgspec
 from .events import Failure
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One row of a step: feed ``tokens`` at positions ``start..`` of ``seq``; ``slot`` -1 = base.
     ``blocks`` is the sequence's block table (only grows while the sequence runs); ``sample`` is
     false for a prefill chunk that is not the last. ``adapter_id`` is what the slot must hold."""
@@ -42,7 +42,7 @@ class CloseSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seq: int
 
 
-class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Deliver ``token``, the ``index``-th new token, sampled by row ``row`` of step ``step``."""
 
     seq: int

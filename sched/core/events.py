@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All events at hand are in: decide what to run next. Sent by the shell once per turn."""
 
 
-class RowDone(msgspec.Struct, frozen=True, array_like=True):
+class RowDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Result of one row: the sampled token, -1 if the row did not sample, or a failure."""
 
     seq: int

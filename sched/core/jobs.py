@@ -20,7 +20,7 @@ class JobKind(enum.Enum):
 
 
 class JobState(enum.Enum):
-    QUEUED = "QUEUED"  #: behind another job of the same name
+    QUEUED = "QUEUED"  #: behind another job of the same name, or behind all that are in hand
     STAGING = "STAGING"  #: a worker makes the image
     PLACING = "PLACING"  #: image ready, waits for a slot
     COMMITTING = "COMMITTING"  #: the device writes the slot
@@ -67,6 +67,7 @@ class Job:
     digest: str = ""
     slot: int = -1
     commit: int = -1
+    queued: float | None = None  #: when it began to wait behind the jobs in hand, if it did
     since: float = 0.0  #: when it began to wait for a slot
     evicted: str | None = None
     fresh: bool = False  #: its commit makes a new version

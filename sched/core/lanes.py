@@ -43,6 +43,8 @@ class Lanes:
         self._parked: dict[str, dict[Key, Lane]] = {}
         self._wanted: dict[str, int] = {}
         self.waiting = 0
+        #: An adapter is wanted no more: its slot may be given to another.
+        self.changed = False
 
     def wants(self, name: str) -> bool:
         """Whether a sequence without a lease waits for this adapter."""
@@ -72,18 +74,22 @@ class Lanes:
                 self._wanted[seq.adapter] -= 1
                 if not self._wanted[seq.adapter]:
                     del self._wanted[seq.adapter]
+                    self.changed = True
         self.waiting -= 1
         if not lane:
             self._drop(lane)
 
     def heads(self) -> Iterator[tuple[Lane, Sequence]]:
         """Lane heads in the order they should be tried: highest priority (lowest number) first,
-        lanes of one priority in turn. The caller removes, parks or leaves what it is given, then
-        asks again."""
+        lanes of one priority in turn, each once. Before asking for the next, the caller parks the
+        lane, empties it, or says that it took its turn."""
         for priority in sorted(self._ready):
-            for lane in list(self._ready.get(priority, {}).values()):
-                if lane:
-                    yield lane, lane.head()
+            for _ in range(len(self._ready.get(priority, ()))):
+                level = self._ready.get(priority)
+                if level is None:
+                    break
+                lane = next(iter(level.values()))
+                yield lane, lane.head()
 
     def took_turn(self, lane: Lane) -> None:
         """The lane had a sequence admitted: it goes behind the others of its priority."""

@@ -20,11 +20,14 @@ def plan(state: State) -> None:
     if state.step is not None or state.dead is not None:
         return
     rows: list[Row] = []
-    for seq in [s for s in state.running.values() if s.state is SeqState.DECODE]:
-        # An earlier row of this step may have preempted it to find a block.
-        if seq.state is SeqState.DECODE and _grow(state, seq, len(seq.tokens), rows):
-            rows.append(_row(seq, len(seq.tokens)))
     config = state.config
+    for seq in [s for s in state.running.values() if s.state is SeqState.DECODE]:
+        length = len(seq.tokens)
+        # An earlier row of this step may have preempted it to find a block.
+        if length <= len(seq.blocks) * config.block_size or (
+            seq.state is SeqState.DECODE and _grow(state, seq, length, rows)
+        ):
+            rows.append(_row(seq, length))
     budget = (config.mixed_step_tokens if rows else config.max_step_tokens) - len(rows)
     for seq in [s for s in state.running.values() if s.state is SeqState.PREFILL]:
         if budget <= 0:
@@ -43,9 +46,10 @@ def plan(state: State) -> None:
 
 
 def _row(seq: Sequence, end: int) -> Row:
-    tokens = tuple(seq.tokens[seq.computed : end])
-    sample = end == len(seq.tokens)
-    return Row(seq.id, seq.slot, seq.adapter_id, seq.computed, tokens, tuple(seq.blocks), sample)
+    start, known = seq.computed, seq.tokens
+    tokens = tuple(known[start:end])
+    blocks = tuple(seq.blocks)
+    return Row(seq.id, seq.slot, seq.adapter_id, start, tokens, blocks, end == len(known))
 
 
 def _prefill(state: State, seq: Sequence, budget: int, rows: list[Row]) -> int:
@@ -61,6 +65,8 @@ def _grow(state: State, seq: Sequence, length: int, rows: list[Row]) -> bool:
     """Make ``seq`` hold blocks for ``length`` tokens, preempting others if it must; false if
     ``seq`` itself had to give way."""
     need = -(-length // state.config.block_size) - len(seq.blocks)
+    if need <= 0:
+        return True
     while need > state.blocks.free:
         victim = _preemption_victim(state, rows)
         if victim is None:
@@ -177,10 +183,10 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         seq.move(SeqEvent.CHUNK, state.log)
         return
     seq.move(SeqEvent.SAMPLED, state.log)
-    seq.tokens.append(done.token)
+    position, token = len(seq.tokens) - seq.prompt_len, done.token
+    seq.tokens.append(token)
     state.counters.tokens += 1
-    position = len(seq.tokens) - seq.prompt_len - 1
-    state.out.append(Token(seq.id, done.token, position, seq.adapter_id, step.id, index))
+    state.out.append(Token(seq.id, token, position, seq.adapter_id, step.id, index))
     reason = seq.finish_reason()
     if reason is not None:
         state.end(seq, reason)

@@ -49,17 +49,17 @@ class Sequence:
 
     def move(self, event: SeqEvent, log: Log) -> None:
         target = SEQ_TABLE.get((self.state, event))
+        if target is self.state:
+            return
         subject = f"seq {self.id}"
         if target is None:
             raise log.broken(subject, f"{event.value} in state {self.state.value}")
-        if target is not self.state:
-            log.add(subject, f"{self.state.value} -{event.value}-> {target.value}")
+        log.add(subject, f"{self.state.value} -{event.value}-> {target.value}")
         self.state = target
 
     def finish_reason(self) -> str | None:
         """Why the last sampled token ends the sequence, or ``None``."""
-        if len(self.tokens) >= self.min_len and self.tokens[-1] in self.stop_ids:
+        length = len(self.tokens)
+        if self.stop_ids and length >= self.min_len and self.tokens[-1] in self.stop_ids:
             return "stop"
-        if len(self.tokens) >= self.max_len:
-            return "length"
-        return None
+        return "length" if length >= self.max_len else None

@@ -33,6 +33,9 @@ class SlotTable:
         self.slots = [Slot(i) for i in range(count)]
         self._log = log
         self._tick = 0
+        #: Something a waiting job could care about changed; cleared by who gives slots out.
+        self.changed = True
+        self._unoffered = False
 
     def __getitem__(self, index: int) -> Slot:
         return self.slots[index]
@@ -47,6 +50,7 @@ class SlotTable:
             raise self._log.broken(subject, f"{event.value} in state {slot.state.value}")
         if target is not slot.state:
             self._log.add(subject, f"{slot.state.value} -{event.value}-> {target.value}")
+            self.changed = True
         slot.state = target
 
     def _touch(self, slot: Slot) -> None:
@@ -64,6 +68,7 @@ class SlotTable:
     def committed(self, slot: Slot, version: Version, pin: bool) -> None:
         self._move(slot, SlotEvent.COMMITTED)
         slot.since, slot.offered = self._log.now, False
+        self._unoffered = True
         slot.version, slot.pinned = version, pin
         version.slot = slot.index
         self._touch(slot)
@@ -107,10 +112,26 @@ class SlotTable:
             slot.version.slot = -1
         slot.version, slot.pinned, slot.drained_for = None, False, -1
 
+    def pin(self, slot: Slot, pinned: bool) -> None:
+        slot.pinned = pinned
+        self.changed = True
+
     def offer(self) -> None:
         """The planner has had a turn."""
+        if not self._unoffered:
+            return
+        self._unoffered = False
+        self.changed = True
         for slot in self.slots:
             slot.offered = True
+
+    def any_idle(self) -> bool:
+        """Whether some slot is free, or holds a version nobody leases."""
+        return any(s.state in (SlotState.EMPTY, SlotState.READY) for s in self.slots)
+
+    def drained_for(self) -> set[int]:
+        """Jobs for which a slot drains (and -1 if one drains for nobody)."""
+        return {s.drained_for for s in self.slots if s.state is SlotState.DRAINING}
 
     def victim(self, own: int, reserved: Set[int], keep: Callable[[Slot], bool]) -> Slot | None:
         """The slot to overwrite: EMPTY first (lowest index), then slot ``own`` (the version being

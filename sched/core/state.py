@@ -75,6 +75,13 @@ class State:
     placing: dict[int, Job] = field(default_factory=dict)
     stages: dict[int, Job] = field(default_factory=dict)
     commits: dict[int, Job] = field(default_factory=dict)
+    #: First jobs of their names that wait because enough are in hand: of commands, of misses.
+    backlog: dict[int, Job] = field(default_factory=dict)
+    misses: dict[int, Job] = field(default_factory=dict)
+    #: Whether a job began to wait for a slot since slots were last given out, and when time alone
+    #: changes what would be given out.
+    unsettled: bool = False
+    place_at: float | None = None
     unloading: list[Unloading] = field(default_factory=list)
     default: str | None = None
     step: Step | None = None
@@ -91,6 +98,10 @@ class State:
     def new_id(self) -> int:
         self._ids += 1
         return self._ids
+
+    def jobs_in_hand(self) -> int:
+        """Jobs that stage, hold an image, or write a slot."""
+        return len(self.stages) + len(self.placing) + len(self.commits)
 
     # sequences --------------------------------------------------------------------------------
     def watch_deadline(self, seq: Sequence) -> None:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import enum
 
 
-class SlotState(enum.Enum):
+class _Fast(enum.Enum):
+    """Members are one of a kind, so identity is their hash; Enum's own costs a Python call."""
+
+    __hash__ = object.__hash__
+
+
+class SlotState(_Fast):
     EMPTY = "EMPTY"
     STAGING = "STAGING"  #: chosen; a commit into it is in flight
     READY = "READY"  #: holds a version, no lease
@@ -16,7 +22,7 @@ class SlotState(enum.Enum):
     DRAINING = "DRAINING"  #: leases remain, no new ones are given
 
 
-class SlotEvent(enum.Enum):
+class SlotEvent(_Fast):
     CHOOSE = "choose"
     COMMITTED = "committed"
     COMMIT_FAILED = "commit_failed"
@@ -45,7 +51,7 @@ SLOT_TABLE: dict[tuple[SlotState, SlotEvent], SlotState] = {
 }
 
 
-class SeqState(enum.Enum):
+class SeqState(_Fast):
     WAITING = "WAITING"  #: not on the device: new, or preempted (then it keeps its lease)
     PREFILL = "PREFILL"  #: admitted; some of its tokens are not in KV yet
     DECODE = "DECODE"  #: one new token a step
@@ -53,7 +59,7 @@ class SeqState(enum.Enum):
     ENDED = "ENDED"
 
 
-class SeqEvent(enum.Enum):
+class SeqEvent(_Fast):
     ADMIT = "admit"
     CHUNK = "chunk"  #: a prefill chunk ran, more to come
     SAMPLED = "sampled"

@@ -209,7 +209,7 @@ class _Maker:
             source,
             rng.randrange(-1, self.config.max_loras + 1) if verb == "swap" else -1,
             verb == "load" and rng.random() < 0.15,
-            round(rng.random() * 2, 3),
+            rng.choice([0.0, 0.05, 0.3, 2.0]),
             rng.random() < 0.5,
             round(rng.random() * 0.3, 4) if rng.random() < 0.15 else None,
         )

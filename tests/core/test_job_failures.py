@@ -126,3 +126,48 @@ def test_a_name_whose_only_jobs_failed_is_forgotten(world: World) -> None:
     w.settle()
     assert w.core.stats().adapters == ()
     assert w.load("a", 3).outcome == "done"
+
+
+def test_cold_adapters_in_numbers_hold_few_images_and_are_all_served(world: World) -> None:
+    """Each staged adapter that waits for a slot holds an image: only so many are in hand."""
+    w = world(max_loras=2, image_cache_bytes=0, spare_jobs=3, drain_after_s=0.0, num_blocks=256)
+    for index in range(60):
+        w.command(ev.Register, f"a{index}", index)
+        w.submit(index, f"a{index}", n=3)
+    most = 0
+    w.send(ev.Plan())
+    for _ in range(10_000):
+        most = max(most, len(w.staging) + len(w.images))
+        if not (w.run_stage() or w.run_device()):
+            w.send(ev.Plan())
+            if w.core.idle():
+                break
+    assert most <= 2 * 2 + 3
+    assert all(w.ended[i].reason == "length" for i in range(60))
+
+
+def test_a_command_is_taken_up_before_misses_that_wait(world: World) -> None:
+    w = world(max_loras=1, spare_jobs=0)
+    for index in range(10):
+        w.command(ev.Register, f"a{index}", index)
+        w.submit(index, f"a{index}", n=2)
+    w.send(ev.Plan())
+    w.command(ev.Prefetch, "urgent", 99)
+    started = []
+    take = w._take
+    w._take = lambda e: (started.append(e.name) if isinstance(e, fx.StartStage) else None, take(e))
+    w.settle()
+    assert len(started) == 9 and started[0] == "urgent", "two were in hand already"
+
+
+def test_unloading_a_name_that_waits_behind_others_leaves_nothing(world: World) -> None:
+    w = world(max_loras=1, spare_jobs=0)
+    for index in range(6):
+        w.command(ev.Register, f"a{index}", index)
+        w.submit(index, f"a{index}", n=2)
+    w.send(ev.Plan())
+    w.command(ev.Unload, "a5", w.now + 1.0)
+    assert w.ended[5].failure.code == "adapter-unloaded"
+    w.settle()
+    assert all(w.ended[i].reason == "length" for i in range(5))
+    assert w.core.stats().jobs == 0
