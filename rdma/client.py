@@ -32,7 +32,7 @@ from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StagedAdapter, StageLimits, stage
 from . import messages as m
 from .frames2 import Times
-from .layouts import DigestedAdapter, HeldSource, layout_spec
+from .layouts import DigestedAdapter, HeldSource, check_packed, layout_spec
 from .link import Link, SocketStream, Stream, parse_address
 from .verify import ChunkVerifier, WholeVerifier
 
@@ -270,30 +270,7 @@ class Peer:
         fingerprint = layout.fingerprint()
         packed = session.link.call(m.Pack(manifest.digest, fingerprint, layout_spec(layout)))
         assert isinstance(packed, m.Packed)
-        pairs, chunks = len(layout.pairs), -(-layout.slot_bytes // m.CHUNK_BYTES)
-        ranks = np.frombuffer(packed.ranks[: len(packed.ranks) & ~1], "<u2")
-        scales = np.frombuffer(packed.scales[: len(packed.scales) & ~3], "<f4")
-        for name, expected, found in (
-            ("digest", manifest.digest, packed.digest),
-            ("fingerprint", fingerprint, packed.fingerprint),
-            ("nbytes", layout.slot_bytes, packed.nbytes),
-            ("chunks", 32 * chunks, len(packed.chunks)),
-            ("ranks", 2 * pairs, len(packed.ranks)),
-            ("scales", 4 * pairs, len(packed.scales)),
-            ("largest rank", True, bool((ranks <= layout.max_rank).all())),
-            ("finite scales", True, bool(np.isfinite(scales).all())),
-            ("scales where pairs are", True, bool(((scales != 0) <= (ranks > 0)).all())),
-            ("pairs", int(np.count_nonzero(ranks)), packed.report.pairs),
-            ("overlay", True, max(packed.embed_rows, packed.head_rows) <= layout.overlay_rows),
-        ):
-            if expected != found:
-                raise WireError(
-                    "the peer's image does not fit the layout asked for",
-                    code="packed-mismatch",
-                    subject=name,
-                    expected=expected,
-                    found=found,
-                )
+        check_packed(packed, manifest.digest, layout)
         return packed
 
     def _land(

@@ -17,7 +17,7 @@ from ..errors import ModelError, RequestError, WireError
 from ..gpu.lora.dims import ModelDims
 from ..gpu.lora.layout import Elem, SlotLayout
 from ..gpu.lora.source import RawAdapter
-from .messages import CHUNK_BYTES, LayoutSpec
+from .messages import CHUNK_BYTES, LayoutSpec, Packed
 
 MAX_LAYERS: Final = 1024
 
@@ -101,3 +101,40 @@ def chunk_digests(image: npt.NDArray[np.uint8]) -> bytes:
         hashlib.sha256(image[start : start + CHUNK_BYTES].data).digest()
         for start in range(0, image.nbytes, CHUNK_BYTES)
     )
+
+
+def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
+    """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``.
+
+    Raises:
+        WireError: packed-mismatch.
+    """
+    pairs, chunks = len(layout.pairs), -(-layout.slot_bytes // CHUNK_BYTES)
+    _agree(
+        ("digest", digest, packed.digest),
+        ("fingerprint", layout.fingerprint(), packed.fingerprint),
+        ("nbytes", layout.slot_bytes, packed.nbytes),
+        ("chunks", 32 * chunks, len(packed.chunks)),
+        ("ranks", 2 * pairs, len(packed.ranks)),
+        ("scales", 4 * pairs, len(packed.scales)),
+    )
+    ranks, scales = np.frombuffer(packed.ranks, "<u2"), np.frombuffer(packed.scales, "<f4")
+    _agree(
+        ("largest rank is in the layout", True, bool((ranks <= layout.max_rank).all())),
+        ("scales are finite", True, bool(np.isfinite(scales).all())),
+        ("scales are where pairs are", True, bool(((scales != 0) <= (ranks > 0)).all())),
+        ("pairs", int(np.count_nonzero(ranks)), packed.report.pairs),
+        ("overlay", True, max(packed.embed_rows, packed.head_rows) <= layout.overlay_rows),
+    )
+
+
+def _agree(*facts: tuple[str, object, object]) -> None:
+    for name, expected, found in facts:
+        if expected != found:
+            raise WireError(
+                "the peer's image does not fit the layout asked for",
+                code="packed-mismatch",
+                subject=name,
+                expected=expected,
+                found=found,
+            )

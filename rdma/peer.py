@@ -178,7 +178,7 @@ class WeightPeer:
             await _Connection(self, client, desk, limiter).run()
         except (WireError, TimeoutError) as error:
             self._counts["errors"] += 1
-            log.warning("connection ended: %s", error or type(error).__name__)
+            log.warning("connection ended: %s", str(error) or "nothing moved in time")
         except OSError as error:
             log.info("connection lost: %s", error)
         except Exception:

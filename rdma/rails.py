@@ -1,9 +1,9 @@
 """Rails: reading a peer's memory through one or more queue pairs, and being read.
 
 What it owns: which READs are in flight. Invariants: chunks of at most 1 MiB, at most the agreed
-depth a rail; a read returns once every byte is there, or raises with every posted READ over and the queue
-pairs destroyed, so that the target may be reused at once; every wait has a deadline and can be
-cancelled; nothing blocks while it holds the GIL.
+depth a rail; a read returns once every byte is there, or raises with every posted READ over and the
+queue pairs destroyed, so that the target may be reused at once; every wait has a deadline and can
+be cancelled; nothing blocks while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ class ClientRails(Pairs):
                     landed(told)
                 if told == target.nbytes and not flight.posted:
                     return
-                if moved:
-                    continue
                 if cancelled is not None and cancelled():
                     raise StagingError("staging was cancelled", code="stage-cancelled")
+                if moved:
+                    continue
                 left = deadline - self._clock()
                 if left <= 0:
                     raise StagingError("the peer took too long", code="peer-timeout")

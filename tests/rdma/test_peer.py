@@ -1,0 +1,397 @@
+"""The daemon over real sockets: landing, refusals, hostile and broken clients, stopping."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rota.errors import CapacityError, RejectError, RequestError, RotaError, StagingError, WireError
+from rota.gpu.lora.dims import ModelDims
+from rota.gpu.lora.layout import Elem, SlotLayout
+from rota.gpu.lora.safefile import FileLimits
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import StagedAdapter, StageLimits, stage
+from rota.rdma import messages as m
+from rota.rdma.client import Peer
+from rota.rdma.frames2 import Times
+from rota.rdma.link import Link, SocketStream, parse_address
+from rota.rdma.peer import PeerLimits
+from rota.rdma.store import StoreLimits
+
+from .proxy import Proxy
+
+HYBRID = ModelDims(5, 48, 256, 64, 128, 80, 128)
+
+
+class Ones:
+    """A base model whose matrices are all ones."""
+
+    def embed(self) -> np.ndarray:
+        return np.ones((128, 48), np.float32)
+
+    head = embed
+
+
+def same(landed: StagedAdapter, disk: StagedAdapter) -> None:
+    a, b = landed.image, disk.image
+    assert a.buffer.tobytes() == b.buffer.tobytes()
+    for name in ("digest", "fingerprint", "present", "ranks", "embed_rows", "head_rows"):
+        assert getattr(a, name) == getattr(b, name)
+    np.testing.assert_array_equal(a.scales, b.scales)
+    assert not a.scales.flags.writeable
+    for name in ("pairs", "tensors", "by_module", "ranks", "scales", "notes", "ignored", "dtypes"):
+        assert getattr(landed.report, name) == getattr(disk.report, name)
+
+
+def refusal(call: Callable[[], Any]) -> RotaError:
+    with pytest.raises(RotaError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[..., Proxy]]:
+    made: list[Proxy] = []
+
+    def make(*args: Any, **more: Any) -> Proxy:
+        made.append(Proxy(*args, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("packed", ["always", "never", "auto"])
+@pytest.mark.parametrize("elem", Elem)
+def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed: str) -> None:
+    root = kit.root / "tests/data/oracle/qwen35/adapters"
+    folders = {path.name: path for path in sorted(root.iterdir())}
+    running = serve(folders)
+    landed = refused = 0
+    for name, path in folders.items():
+        layout = SlotLayout(HYBRID, 64, elem, overlay_rows=128 if name.startswith("mts") else 16)
+        source = Peer(running.address, name, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        try:
+            disk = stage(DirectorySource(path), layout, base_rows=Ones())
+        except RejectError as error:
+            other = refusal(lambda s=source, y=layout: stage(s, y, base_rows=Ones()))
+            assert type(other) is RejectError
+            assert str(other) == str(error)
+            refused += 1
+            continue
+        same(stage(source, layout, base_rows=Ones()), disk)
+        landed += 1
+    assert landed >= 5 and refused >= 5
+
+
+def test_whole_matrices_need_the_engines_base(kit: Any, serve: Any) -> None:
+    """The peer cannot pack them; the files come instead, over the same connection."""
+    folder = kit.root / "tests/data/oracle/qwen35/adapters/mts_embed_head"
+    running = serve({"mts": folder})
+    layout = SlotLayout(HYBRID, 64, overlay_rows=128)
+    source = Peer(running.address, "mts", secret=kit.secret, packed="always")
+    landed = stage(source, layout, base_rows=Ones())
+    same(landed, stage(DirectorySource(folder), layout, base_rows=Ones()))
+    assert landed.image.embed_rows and "transfer" in landed.report.seconds
+    assert refusal(lambda: stage(source, layout)).code == "overlay-no-base"
+    assert running.peer.counters()["connections"] == 2
+
+
+def test_read_gives_the_files(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder})
+    limits = FileLimits()
+    raw = Peer(running.address, "one", secret=kit.secret).read(limits)
+    disk = DirectorySource(folder).read(limits)
+    assert raw.config == disk.config and raw.digest() == disk.digest()
+    assert [s.tobytes() for s in raw.shards] == [s.tobytes() for s in disk.shards]
+
+
+def test_a_callers_buffer(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder})
+    disk = stage(DirectorySource(folder), kit.small).image.buffer.tobytes()
+    for packed in ("always", "never"):
+        buffer = bytearray(b"\xa5" * kit.small.slot_bytes)
+        source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        stage(source, kit.small, buffer=buffer)
+        assert bytes(buffer) == disk
+
+
+def test_progress_and_phases(kit: Any, serve: Any, tmp_path: Path) -> None:
+    running = serve({"big": kit.write(tmp_path / "big", kit.large, 100)})
+    for packed, names in (
+        ("always", {"resolve", "pack", "transfer", "verify"}),
+        ("never", {"resolve", "transfer", "read", "digest", "audit", "pack"}),
+    ):
+        seen: list[tuple[int, int]] = []
+        source = Peer(
+            running.address,
+            "big",
+            secret=kit.secret,
+            packed=packed,  # type: ignore[arg-type]
+            progress=lambda done, total, seen=seen: seen.append((done, total)),
+        )
+        staged = stage(source, kit.large)
+        assert set(staged.report.seconds) == names
+        assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] and len(seen) > 1
+
+
+def test_refusals_over_the_wire(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder})
+
+    def one(**more: Any) -> Any:
+        fields = {"address": running.address, "adapter": "one", "secret": kit.secret} | more
+        return lambda: stage(Peer(**fields), kit.small)
+
+    error = refusal(one(adapter="two"))
+    assert (type(error), error.code, error.subject) == (RequestError, "unknown-adapter", "two")
+    assert refusal(one(secret=b"guess")).code == "wire-auth-failed"
+    assert refusal(one(secret=None)).code == "wire-auth-required"
+    small = StageLimits(FileLimits(file_bytes=1000))
+    error = refusal(
+        lambda: stage(Peer(running.address, "one", secret=kit.secret), kit.small, small)
+    )
+    assert (type(error), error.code) == (RejectError, "file-too-large")
+    narrow = SlotLayout(kit.small.dims, 2)
+    for packed in ("always", "never"):
+        source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        assert refusal(lambda s=source: stage(s, narrow)).code == "rank-exceeds-pool"
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    assert refusal(one(address=address)).code == "peer-unreachable"
+    for address in ("host", "host:", ":1", "host:70000", "host:1x"):
+        assert refusal(lambda a=address: Peer(a, "one")).code == "bad-address"
+    assert parse_address("[::1]:5") == ("::1", 5)
+    for adapter in ("", "x" * 256):
+        assert refusal(lambda a=adapter: Peer("h:1", a)).code == "bad-adapter-id"
+    assert refusal(lambda: Peer("h:1", "a", rails=9)).code == "bad-rails"
+    assert "secret of" not in repr(Peer("h:1", "a", secret=kit.secret))
+
+
+def test_a_secret_is_kept_by_both(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder}, secret=None)
+    stage(Peer(running.address, "one"), kit.small)
+    error = refusal(lambda: stage(Peer(running.address, "one", secret=kit.secret), kit.small))
+    assert (type(error), error.code) == (WireError, "wire-auth-missing")
+
+
+def connected(running: Any, kit: Any, times: Times | None = None) -> Link:
+    times = Times() if times is None else times
+    stream = SocketStream(parse_address(running.address), 5.0)
+    return Link(stream, bytes(32), kit.secret, times, stream._clock() + 60)
+
+
+def test_limits_of_a_client(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder}, limits=PeerLimits(max_open=2))
+    link = connected(running, kit)
+    first = link.call(m.Open("one"))
+    assert isinstance(first, m.Manifest)
+    link.call(m.Open("one"))
+    error = refusal(lambda: link.call(m.Open("one")))
+    assert (type(error), error.code) == (CapacityError, "too-many-open")
+    link.call(m.Release(first.digest))
+    link.call(m.Open("one"))
+    assert refusal(lambda: link.call(m.Release("0" * 64))).code == "not-open"
+
+    def read(**more: Any) -> Any:
+        fields = {"shard": 0, "fingerprint": "", "offset": 0, "nbytes": 4} | more
+        ask = m.Read(first.digest, **fields)
+        return lambda: link.call(ask, memoryview(bytearray(ask.nbytes)))
+
+    assert refusal(read(offset=first.shards[0] - 3)).code == "read-out-of-range"
+    assert refusal(read(offset=1 << 48)).code == "read-out-of-range"
+    assert refusal(read(shard=1)).code == "not-open"
+    assert refusal(read(shard=-1, fingerprint="0" * 64)).code == "not-open"
+    rail = m.Rail(1, 1, bytes(16), 3, 1)
+    assert refusal(lambda: link.call(m.Connect([rail]))).code == "no-verbs"
+    read()()  # refusals cost nothing
+    status = link.call(m.Status())
+    assert isinstance(status, m.Counters)
+    assert status.values["leases"] == 2 and status.values["connections_now"] == 1
+    ids = link.call(m.ListIds())
+    assert ids == m.Ids(["one"])
+    link.close()
+
+
+def test_connections_are_limited(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder}, limits=PeerLimits(connections=1))
+    link = connected(running, kit)
+    error = refusal(lambda: stage(Peer(running.address, "one", secret=kit.secret), kit.small))
+    assert (type(error), error.code) == (CapacityError, "peer-busy") and error.retry_after_s
+    link.close()
+
+
+def test_many_at_once(kit: Any, serve: Any, tmp_path: Path) -> None:
+    folders = {f"a{i}": kit.write(tmp_path / f"a{i}", kit.small, seed=i) for i in range(4)}
+    running = serve(folders)
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(3):
+                staged = stage(Peer(running.address, name, secret=kit.secret), kit.small)
+                same(staged, stage(DirectorySource(folders[name]), kit.small))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in folders for _ in "12"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert running.peer.store.counters()["packs"] <= 4
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"r", b"GET / HTTP/1.1\r\n\r\n", b"rota\x02", b"rota" + b"\xff" * 60, b"\x05\0\0\0model"],
+)
+def test_strangers_cost_only_themselves(kit: Any, serve: Any, folder: Path, junk: bytes) -> None:
+    times = Times(handshake=0.2)
+    running = serve({"one": folder}, limits=PeerLimits(times=times))
+    with socket.create_connection(parse_address(running.address)) as stranger:
+        stranger.sendall(junk)
+        while stranger.recv(4096):  # told why, or not; hung up in any case
+            pass
+    stage(Peer(running.address, "one", secret=kit.secret), kit.small)
+
+
+def test_a_client_that_does_not_read(kit: Any, serve: Any, tmp_path: Path) -> None:
+    """The payload of a stalled client does not keep its lease for ever."""
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    running = serve({"big": folder}, limits=PeerLimits(times=Times(stall=0.2)))
+    link = connected(running, kit)
+    manifest = link.call(m.Open("big"))
+    assert isinstance(manifest, m.Manifest)
+    for _ in range(4):
+        nbytes = manifest.shards[0]
+        ask = m.Read(manifest.digest, 0, "", 0, nbytes)
+        link._proto.request(ask, link._clock(), memoryview(bytearray(nbytes)))
+    link._flush()
+    stage(Peer(running.address, "big", secret=kit.secret), kit.large)  # others are served
+    until = link._clock() + 20
+    while running.peer.counters()["connections_now"]:
+        assert link._clock() < until, "the stalled client is still there"
+        threading.Event().wait(0.01)
+    assert running.peer.counters()["errors"] == 1
+    assert running.peer.store.counters()["leases"] == 0
+    link.close()
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+@pytest.mark.parametrize("limit", [0, 30, 100, 2000, 1_000_000, 4_000_000])
+def test_cut_in_the_middle(
+    kit: Any, serve: Any, proxy: Any, tmp_path: Path, limit: int, packed: str
+) -> None:
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    running = serve({"big": folder})
+    fields: dict[str, Any] = {"secret": kit.secret, "packed": packed}
+    broken = proxy(running.address, "cut", limit)
+    error = refusal(lambda: stage(Peer(broken.address, "big", **fields), kit.large))
+    assert (type(error), error.code) == (StagingError, "peer-lost")
+    staged = stage(Peer(running.address, "big", **fields), kit.large)
+    same(staged, stage(DirectorySource(folder), kit.large))
+
+
+@pytest.mark.parametrize("limit", [0, 100, 2000, 1_000_000])
+def test_half_open(kit: Any, serve: Any, proxy: Any, tmp_path: Path, limit: int) -> None:
+    """Silence ends at the client's own deadline, whatever TCP thinks."""
+    running = serve({"big": kit.write(tmp_path / "big", kit.large, 100)})
+    silent = proxy(running.address, "half-open", limit)
+    times = Times(handshake=0.3, reply=0.3, stall=0.3)
+    source = Peer(silent.address, "big", secret=kit.secret, packed="never", times=times)
+    assert refusal(lambda: stage(source, kit.large)).code == "peer-timeout"
+    source = Peer(silent.address, "big", secret=kit.secret, deadline_s=0.3)
+    assert refusal(lambda: stage(source, kit.large)).code == "peer-timeout"
+
+
+def test_cancelled_while_nothing_comes(kit: Any, serve: Any, proxy: Any, folder: Path) -> None:
+    running = serve({"one": folder})
+    silent = proxy(running.address, "half-open", 0)
+    flag = threading.Event()
+    threading.Timer(0.1, flag.set).start()
+    source = Peer(silent.address, "one", secret=kit.secret)
+    error = refusal(lambda: stage(source, kit.small, cancelled=flag.is_set))
+    assert error.code == "stage-cancelled"
+
+
+def test_small_pieces(kit: Any, serve: Any, proxy: Any, folder: Path) -> None:
+    running = serve({"one": folder})
+    slow = proxy(running.address, piece=7)
+    staged = stage(Peer(slow.address, "one", secret=kit.secret), kit.small)
+    same(staged, stage(DirectorySource(folder), kit.small))
+
+
+def test_stopping(kit: Any, serve: Any, tmp_path: Path) -> None:
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    running = serve({"big": folder})
+    idle = connected(running, kit)
+    idle.call(m.Open("big"))
+    running.stop()
+    error = refusal(lambda: idle.call(m.ListIds()))
+    assert (type(error), error.code) == (StagingError, "peer-lost")
+    idle.close()
+    assert refusal(lambda: connected(running, kit)).code in ("peer-unreachable", "peer-lost")
+
+
+def test_stopping_lets_a_transfer_end(kit: Any, serve: Any, tmp_path: Path) -> None:
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    running = serve({"big": folder})
+    stopped = threading.Event()
+
+    def stop(done: int, total: int) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            running.portal.call(running.peer.stop)
+
+    source = Peer(running.address, "big", secret=kit.secret, packed="always", progress=stop)
+    same(stage(source, kit.large), stage(DirectorySource(folder), kit.large))
+    assert stopped.is_set()
+
+
+def test_full_memory_sends_files_or_says_so(kit: Any, serve: Any, tmp_path: Path) -> None:
+    folder = kit.write(tmp_path / "big", kit.large, 8)
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    assert size < kit.large.slot_bytes
+    tight = PeerLimits(store=StoreLimits(budget=size + 1000))
+    running = serve({"big": folder}, limits=tight)
+    source = Peer(running.address, "big", secret=kit.secret, packed="always")
+    error = refusal(lambda: stage(source, kit.large))
+    assert error.code == "bad-layout"  # a slot that can never fit
+    roomy = PeerLimits(store=StoreLimits(budget=kit.large.slot_bytes + 1000))
+    running = serve({"big": folder}, limits=roomy)
+    source = Peer(running.address, "big", secret=kit.secret, packed="always")
+    landed = stage(source, kit.large)
+    same(landed, stage(DirectorySource(folder), kit.large))
+    assert "audit" in landed.report.seconds  # packed here, not there
+
+
+def test_sharded_adapters(kit: Any, serve: Any, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    whole = kit.write(tmp_path / "whole", kit.small)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "adapter_config.json").write_bytes((whole / "adapter_config.json").read_bytes())
+    tensors = load_file(whole / "adapter_model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for index in range(3):
+        file = f"adapter_model-{index + 1:05}-of-00003.safetensors"
+        save_file({n: tensors[n] for n in names[index::3]}, parts / file)
+        weight_map |= dict.fromkeys(names[index::3], file)
+    index_file = parts / "adapter_model.safetensors.index.json"
+    index_file.write_text(json.dumps({"weight_map": weight_map}))
+    running = serve({"parts": parts})
+    disk = stage(DirectorySource(parts), kit.small)
+    for packed in ("always", "never"):
+        source = Peer(running.address, "parts", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        same(stage(source, kit.small), disk)
