@@ -1,4 +1,4 @@
-"""Adapter jobs: staging, placing into a slot, committing, and what follows for the name.
+"""Adapter jobs: staging, what follows a commit for the name, failing, and being dropped.
 
 A job touches nothing but host memory until a slot is chosen; a failed or cancelled stage therefore
 leaves every slot, table, name and graph as it was.
@@ -6,17 +6,15 @@ leaves every slot, table, name and graph as it was.
 
 from __future__ import annotations
 
-from .effects import CancelStage, Commit, Reply, StartStage
+from .effects import CancelStage, Reply, StartStage
 from .events import CommitDone, CommitFailed, Failure, StageDone, StageFailed
-from .identity import adapter_id
 from .jobs import JOB_TABLE, Job, JobEvent, JobKind, JobState
 from .registry import Name, Version
-from .slots import Slot
 from .state import State
 from .tables import SlotState
 
 
-def _move(state: State, job: Job, event: JobEvent) -> None:
+def move(state: State, job: Job, event: JobEvent) -> None:
     target = JOB_TABLE.get((job.state, event))
     subject = f"adapter {job.name}"
     if target is None:
@@ -67,8 +65,8 @@ def _start(state: State, entry: Name, job: Job) -> None:
     """Take up the first job of a name: from the host cache if it can be, else stage."""
     current = entry.current
     if job.kind in (JobKind.PROMOTE, JobKind.MISS) and current is not None:
-        if _serves(state, current):
-            _finish(state, entry, job, JobEvent.FINISH, "resident")
+        if serves(state, current):
+            finish(state, entry, job, JobEvent.FINISH, "resident")
             return
     if state.jobs_in_hand() >= state.config.jobs_in_hand():
         job.queued = state.now
@@ -84,7 +82,7 @@ def _start(state: State, entry: Name, job: Job) -> None:
     job.stage = state.new_id()
     state.stages[job.stage] = job
     state.counters.stages += 1
-    _move(state, job, JobEvent.STAGE)
+    move(state, job, JobEvent.STAGE)
     state.out.append(StartStage(job.stage, job.name, job.source))
 
 
@@ -121,163 +119,35 @@ def stage_failed(state: State, event: StageFailed) -> None:
 
 
 def _place_or_finish(state: State, entry: Name, job: Job) -> None:
-    _move(state, job, JobEvent.STAGED)
+    move(state, job, JobEvent.STAGED)
     current = entry.current
     if job.kind is JobKind.PREFETCH:
         if current is None or current.digest != job.digest:
             version = entry.version(entry.reserve(), job.digest, job.source, job.image)
             _adopt(state, entry, job, version)
         else:
-            _relink(state, current, job.image)
-        _finish(state, entry, job, JobEvent.FINISH, "prefetched")
+            relink(state, current, job.image)
+        finish(state, entry, job, JobEvent.FINISH, "prefetched")
         return
-    if current is not None and _serves(state, current) and not _is_fresh(entry, job):
-        _relink(state, current, job.image)
-        _finish(state, entry, job, JobEvent.FINISH, "unchanged")
+    if current is not None and serves(state, current) and not is_fresh(entry, job):
+        relink(state, current, job.image)
+        finish(state, entry, job, JobEvent.FINISH, "unchanged")
         return
     job.since = state.now if job.queued is None else job.queued
     state.placing[job.id] = job
     state.unsettled = True
 
 
-def _serves(state: State, version: Version) -> bool:
+def serves(state: State, version: Version) -> bool:
     """Whether new sequences may lease this version now."""
     return version.slot >= 0 and state.slots[version.slot].state is not SlotState.DRAINING
 
 
-def _pool_full(state: State) -> Failure:
-    return Failure(
-        "capacity",
-        "POOL_FULL",
-        "every slot is pinned",
-        expected="a slot that may be a victim",
-        found=f"{len(state.slots)} pinned",
-    )
-
-
-def _own(entry: Name, job: Job) -> int:
-    """The slot of the version this job replaces, or -1."""
-    if job.kind is JobKind.REPLACE and entry.current is not None:
-        return entry.current.slot
-    return -1
-
-
-def place_all(state: State) -> None:
-    """Give slots to the jobs that wait for one, in the order they began to wait. Does nothing
-    unless a job, a slot, a lane or the time has changed what it would decide."""
-    slots, lanes = state.slots, state.lanes
-    due = state.place_at is not None and state.now >= state.place_at
-    if not (state.unsettled or slots.changed or lanes.changed or due):
-        return
-    state.unsettled = slots.changed = lanes.changed = False
-    idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
-    for job in list(state.placing.values()):
-        entry = state.names.names[job.name]
-        current = entry.current
-        if current is not None and _serves(state, current) and not _is_fresh(entry, job):
-            # The slot it drained from serves again: the wait is over without a commit.
-            _relink(state, current, job.image)
-            _finish(state, entry, job, JobEvent.FINISH, "resident")
-            continue
-        if job.target < 0 and not (ever or slots.can_ever_place(_own(entry, job))):
-            fail(state, job, _pool_full(state))
-            continue
-        if job.target < 0 and not idle and (job.id in drained or not _due(state, job)):
-            continue
-        slot = _slot_for(state, entry, job, drained)
-        if slot is not None:
-            _commit(state, entry, job, slot)
-        if slots.changed:
-            idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
-    state.place_at = _next_drain(state)
-
-
-def _due(state: State, job: Job) -> bool:
-    return state.now >= job.since + state.config.drain_after_s
-
-
-def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Slot | None:
-    slots = state.slots
-    current = entry.current
-    if current is not None and current.slot >= 0 and not _is_fresh(entry, job):
-        # The version still drains from another slot; two slots never hold one version.
-        return None
-    if job.target >= 0:
-        slot = slots[job.target]
-        if slot.state in (SlotState.EMPTY, SlotState.READY):
-            return slot
-        if slot.state is SlotState.IN_USE:
-            _drain(state, slot, job)
-        return None
-    own = _own(entry, job)
-    reserved = {j.target for j in state.placing.values() if j.target >= 0}
-    idle = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
-    if idle is not None:
-        return idle
-    if job.id not in drained and _due(state, job):
-        busy = slots.drain_victim(own, reserved)
-        if busy is not None:
-            _drain(state, busy, job)
-    return None
-
-
-def _kept(state: State, job: Job, slot: Slot) -> bool:
-    """Whether an idle slot is not yet a victim for ``job``: the planner has had no turn since it
-    was filled, or sequences wait for it and the job has not waited out its time."""
-    if not slot.offered:
-        return True
-    if slot.version is None or not state.lanes.wants(slot.version.name):
-        return False
-    return state.now < max(job.since, slot.since) + state.config.drain_after_s
-
-
-def _drain(state: State, slot: Slot, job: Job) -> None:
-    state.counters.drained += 1
-    state.slots.drain(slot, job.id)
-
-
-def _is_fresh(entry: Name, job: Job) -> bool:
+def is_fresh(entry: Name, job: Job) -> bool:
     """Whether committing this job makes a new version: new content, or a swap (which always
     does, so that a swapped slot never shares an identity with another)."""
     current = entry.current
     return current is None or current.digest != job.digest or job.kind is JobKind.SWAP
-
-
-def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
-    job.fresh = _is_fresh(entry, job)
-    current = entry.current
-    if current is not None and current.slot >= 0:
-        job.pin = job.pin or state.slots[current.slot].pinned
-    evicted = state.slots.choose(slot)
-    if evicted is not None:
-        state.counters.evicted += 1
-        job.evicted = evicted.name if evicted.name != job.name else None
-    # Reserved now: if the name goes away meanwhile, its next version must not share an identity
-    # with what is being written.
-    job.generation = entry.reserve() if job.fresh or current is None else current.generation
-    job.slot = slot.index
-    job.commit = state.new_id()
-    del state.placing[job.id]
-    state.commits[job.commit] = job
-    _move(state, job, JobEvent.CHOSEN)
-    state.counters.commits += 1
-    ident = adapter_id(job.name, job.generation)
-    state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
-    _hand_on_drain(state, job)
-
-
-def _hand_on_drain(state: State, job: Job) -> None:
-    """``job`` took another slot than the one drained for it: the drain goes to the next job that
-    has waited long enough and has none, so that a slot taken from it costs it no second wait."""
-    drained = {s.drained_for: s for s in state.slots.slots if s.state is SlotState.DRAINING}
-    slot = drained.get(job.id)
-    if slot is None:
-        return
-    for other in state.placing.values():
-        due = other.since + state.config.drain_after_s <= state.now
-        if other.target < 0 and due and other.id not in drained:
-            slot.drained_for = other.id
-            return
 
 
 def commit_done(state: State, event: CommitDone) -> None:
@@ -297,9 +167,9 @@ def commit_done(state: State, event: CommitDone) -> None:
     else:
         assert entry.current is not None
         version = entry.current
-        _relink(state, version, job.image)
+        relink(state, version, job.image)
     state.slots.committed(slot, version, job.pin)
-    _finish(state, entry, job, JobEvent.COMMITTED, "done")
+    finish(state, entry, job, JobEvent.COMMITTED, "done")
 
 
 def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
@@ -317,7 +187,7 @@ def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
             _supersede(state, old)
 
 
-def _relink(state: State, version: Version, image: int) -> None:
+def relink(state: State, version: Version, image: int) -> None:
     if version.image != image:
         state.names.unlink(version)
         version.image = image
@@ -349,7 +219,7 @@ def fail(state: State, job: Job, failure: Failure) -> None:
     why; the name's earlier version, if any, stays as it is."""
     entry = state.names.names[job.name]
     _undrain(state, job)
-    _move(state, job, JobEvent.FAIL)
+    move(state, job, JobEvent.FAIL)
     state.reply(job.commands, Reply(-1, "failed", name=job.name, failure=failure))
     _release(state, job)
     entry.jobs.remove(job)
@@ -377,9 +247,9 @@ def _give_up(state: State, entry: Name, job: Job, failure: Failure) -> None:
         state.drop_sources(state.names.forget(entry))
 
 
-def _finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -> None:
+def finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -> None:
     _undrain(state, job)
-    _move(state, job, event)
+    move(state, job, event)
     version = entry.current
     assert version is not None
     entry.failed = None
@@ -434,7 +304,7 @@ def _release(state: State, job: Job) -> None:
 def _drop(state: State, job: Job, event: JobEvent) -> None:
     """End of a job whose name is gone."""
     _undrain(state, job)
-    _move(state, job, event)
+    move(state, job, event)
     _release(state, job)
 
 
@@ -456,12 +326,3 @@ def fail_all(state: State, failure: Failure) -> None:
     for entry in list(state.names.names.values()):
         if entry.jobs:
             abandon(state, entry, failure)
-
-
-def _next_drain(state: State) -> float | None:
-    """When the next waiting job may drain a victim (past that, only an event can help it)."""
-    after = state.config.drain_after_s
-    times = [j.since + after for j in state.placing.values()]
-    if times:
-        times += [s.since + after for s in state.slots.slots if s.state is SlotState.READY]
-    return min((t for t in times if t > state.now), default=None)

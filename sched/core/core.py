@@ -7,7 +7,7 @@ events at the same times give the same effects.
 from __future__ import annotations
 
 from ...errors import InternalError
-from . import adapters, commands, planning, requests
+from . import adapters, commands, placement, planning, requests
 from .blocks import BlockPool
 from .config import CoreConfig
 from .effects import Closed, Effect
@@ -65,9 +65,9 @@ class Core:
         state.now = state.log.now = max(state.now, now)
         requests.expire(state)
         self._dispatch(event)
-        adapters.place_all(state)
+        placement.place_all(state)
         while adapters.start_waiting(state):
-            adapters.place_all(state)
+            placement.place_all(state)
         commands.settle_unloads(state)
         self._maybe_closed()
         out, state.out = state.out, []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rota.sched.core import adapters, commands, planning, registry
+from rota.sched.core import adapters, commands, placement, planning, registry
 from rota.sched.core import events as ev
 from rota.sched.core.core import Core
 from rota.sched.core.effects import Ended, Retire
@@ -71,11 +71,11 @@ def busy_slots_are_victims(patch: Patch) -> None:
     real_back = State.give_lease_back
     patch.setattr(State, "give_lease_back", give_lease_back)
     patch.setattr(SlotTable, "drain_victim", drain_victim)
-    patch.setattr(adapters, "_drain", drain)
+    patch.setattr(placement, "_drain", drain)
 
 
 def identity_by_name_only(patch: Patch) -> None:
-    patch.setattr(adapters, "adapter_id", lambda name, generation: adapter_id(name, 0))
+    patch.setattr(placement, "adapter_id", lambda name, generation: adapter_id(name, 0))
     patch.setattr(registry, "adapter_id", lambda name, generation: adapter_id(name, 0))
 
 

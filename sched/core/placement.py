@@ -1,0 +1,157 @@
+"""Placing: which slot a staged adapter gets, when a busy one is drained for it, and the commit.
+
+Slots go to jobs in the order they began to wait. A victim is reserved when it is chosen.
+"""
+
+from __future__ import annotations
+
+from . import adapters
+from .effects import Commit
+from .events import Failure
+from .identity import adapter_id
+from .jobs import Job, JobEvent, JobKind
+from .registry import Name
+from .slots import Slot
+from .state import State
+from .tables import SlotState
+
+
+def place_all(state: State) -> None:
+    """Give slots to the jobs that wait for one, in the order they began to wait. Does nothing
+    unless a job, a slot, a lane or the time has changed what it would decide."""
+    slots, lanes = state.slots, state.lanes
+    due = state.place_at is not None and state.now >= state.place_at
+    if not (state.unsettled or slots.changed or lanes.changed or due):
+        return
+    state.unsettled = slots.changed = lanes.changed = False
+    idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
+    for job in list(state.placing.values()):
+        entry = state.names.names[job.name]
+        current = entry.current
+        if (
+            current is not None
+            and adapters.serves(state, current)
+            and not adapters.is_fresh(entry, job)
+        ):
+            # The slot it drained from serves again: the wait is over without a commit.
+            adapters.relink(state, current, job.image)
+            adapters.finish(state, entry, job, JobEvent.FINISH, "resident")
+            continue
+        if job.target < 0 and not (ever or slots.can_ever_place(_own(entry, job))):
+            adapters.fail(state, job, _pool_full(state))
+            continue
+        if job.target < 0 and not idle and (job.id in drained or not _due(state, job)):
+            continue
+        slot = _slot_for(state, entry, job, drained)
+        if slot is not None:
+            _commit(state, entry, job, slot)
+        if slots.changed:
+            idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
+    state.place_at = _next_drain(state)
+
+
+def _due(state: State, job: Job) -> bool:
+    return state.now >= job.since + state.config.drain_after_s
+
+
+def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Slot | None:
+    slots = state.slots
+    current = entry.current
+    if current is not None and current.slot >= 0 and not adapters.is_fresh(entry, job):
+        # The version still drains from another slot; two slots never hold one version.
+        return None
+    if job.target >= 0:
+        slot = slots[job.target]
+        if slot.state in (SlotState.EMPTY, SlotState.READY):
+            return slot
+        if slot.state is SlotState.IN_USE:
+            _drain(state, slot, job)
+        return None
+    own = _own(entry, job)
+    reserved = {j.target for j in state.placing.values() if j.target >= 0}
+    idle = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
+    if idle is not None:
+        return idle
+    if job.id not in drained and _due(state, job):
+        busy = slots.drain_victim(own, reserved)
+        if busy is not None:
+            _drain(state, busy, job)
+    return None
+
+
+def _kept(state: State, job: Job, slot: Slot) -> bool:
+    """Whether an idle slot is not yet a victim for ``job``: the planner has had no turn since it
+    was filled, or sequences wait for it and the job has not waited out its time."""
+    if not slot.offered:
+        return True
+    if slot.version is None or not state.lanes.wants(slot.version.name):
+        return False
+    return state.now < max(job.since, slot.since) + state.config.drain_after_s
+
+
+def _drain(state: State, slot: Slot, job: Job) -> None:
+    state.counters.drained += 1
+    state.slots.drain(slot, job.id)
+
+
+def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
+    job.fresh = adapters.is_fresh(entry, job)
+    current = entry.current
+    if current is not None and current.slot >= 0:
+        job.pin = job.pin or state.slots[current.slot].pinned
+    evicted = state.slots.choose(slot)
+    if evicted is not None:
+        state.counters.evicted += 1
+        job.evicted = evicted.name if evicted.name != job.name else None
+    # Reserved now: if the name goes away meanwhile, its next version must not share an identity
+    # with what is being written.
+    job.generation = entry.reserve() if job.fresh or current is None else current.generation
+    job.slot = slot.index
+    job.commit = state.new_id()
+    del state.placing[job.id]
+    state.commits[job.commit] = job
+    adapters.move(state, job, JobEvent.CHOSEN)
+    state.counters.commits += 1
+    ident = adapter_id(job.name, job.generation)
+    state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
+    _hand_on_drain(state, job)
+
+
+def _hand_on_drain(state: State, job: Job) -> None:
+    """``job`` took another slot than the one drained for it: the drain goes to the next job that
+    has waited long enough and has none, so that a slot taken from it costs it no second wait."""
+    drained = {s.drained_for: s for s in state.slots.slots if s.state is SlotState.DRAINING}
+    slot = drained.get(job.id)
+    if slot is None:
+        return
+    for other in state.placing.values():
+        due = other.since + state.config.drain_after_s <= state.now
+        if other.target < 0 and due and other.id not in drained:
+            slot.drained_for = other.id
+            return
+
+
+def _own(entry: Name, job: Job) -> int:
+    """The slot of the version this job replaces, or -1."""
+    if job.kind is JobKind.REPLACE and entry.current is not None:
+        return entry.current.slot
+    return -1
+
+
+def _pool_full(state: State) -> Failure:
+    return Failure(
+        "capacity",
+        "POOL_FULL",
+        "every slot is pinned",
+        expected="a slot that may be a victim",
+        found=f"{len(state.slots)} pinned",
+    )
+
+
+def _next_drain(state: State) -> float | None:
+    """When the next waiting job may drain a victim (past that, only an event can help it)."""
+    after = state.config.drain_after_s
+    times = [j.since + after for j in state.placing.values()]
+    if times:
+        times += [s.since + after for s in state.slots.slots if s.state is SlotState.READY]
+    return min((t for t in times if t > state.now), default=None)
