@@ -67,7 +67,8 @@ class Program:
         for first in reversed(firsts) if backwards else firsts:
             count = min(batch, blocks - first)
             state = self._state(grid, block, first, count, params, shared_bytes, arena)
-            steps += _Run(self, state).run()
+            with np.errstate(all="ignore"):
+                steps += _Run(self, state).run()
             stores += state.stores
         _judge_stores(self.code.name, stores)
         return steps
@@ -132,8 +133,7 @@ class _Run:
             if self.agree:
                 if self.pc >= self.end or len(self.state.ids(self.alive)) == 0:
                     return step
-                with np.errstate(all="ignore"):
-                    self._together()
+                self._together()
             elif not self._apart():
                 return step
         raise AccessError(f"{self.state.name}: a loop without end", 702)
@@ -207,8 +207,7 @@ class _Run:
             return True
         op = self.ops[at]
         taken = np.ones(len(ids), bool) if op.predicate is None else self._taken(op, ids)
-        with np.errstate(all="ignore"):
-            self._issue_apart(op, ids, taken)
+        self._issue_apart(op, ids, taken)
         return True
 
     def _issue_apart(
