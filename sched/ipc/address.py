@@ -164,6 +164,17 @@ async def dial(address: Address, timeout_s: float) -> anyio.abc.SocketStream:
     return stream
 
 
+def shut(stream: anyio.abc.ByteStream) -> None:
+    """End both directions at once: whoever reads or writes sees the end.
+
+    The way to stop a reader here: anyio's Unix streams on asyncio may complain on the event loop
+    when a pending read is cancelled in the turn its bytes arrive.
+    """
+    raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    with suppress(OSError):
+        raw.shutdown(socket.SHUT_RDWR)
+
+
 def keep_alive(stream: anyio.abc.SocketStream) -> None:
     """Let the kernel notice a dead machine at the other end of a TCP connection (about a minute),
     however busy either event loop is."""

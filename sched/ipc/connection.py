@@ -20,6 +20,7 @@ from ...errors import CapacityError, RotaError, WireError
 from ..face import DEFAULT, GenerationLike
 from ..failures import to_failure
 from . import wire
+from .address import shut
 from .limits import IpcLimits
 from .session import ServerSession
 from .verbs import Uploads, answer, in_thread
@@ -28,6 +29,7 @@ _log = logging.getLogger("rota.sched.ipc")
 _RECEIVE = 256 << 10
 _LONG_PROMPT = 4096
 _BATCH = 256
+_LAST_WORDS_S = 1.0
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
@@ -86,19 +88,21 @@ class Connection:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._wake = anyio.Event()
         self._drained = anyio.Event()
+        self._sending = False
 
     async def run(self) -> None:
         """Serve. Never raises for a fault of the frontend; closes the stream."""
         try:
             if await self._welcome():
                 async with anyio.create_task_group() as self._tasks:
+                    self._tasks.start_soon(self._shut_at_end)
                     self._tasks.start_soon(self._write)
                     await self._read()
                     self._tasks.cancel_scope.cancel()
+            else:
+                await self._last_words()
         finally:
             self._session.close()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
-                await self._last_words()
             await anyio.aclose_forcefully(self._stream)
 
     async def _welcome(self) -> bool:
@@ -134,8 +138,9 @@ class Connection:
         )
 
     async def _last_words(self) -> None:
+        """Why a frontend was refused, before it is cut off."""
         data = self._session.data_to_send()
-        if data:
+        with anyio.move_on_after(_LAST_WORDS_S):
             try:
                 await self._stream.send(data)
             except _GONE:
@@ -143,16 +148,28 @@ class Connection:
 
     # reading and writing ------------------------------------------------------------------------
     async def _read(self) -> None:
+        """Read to the end. Ends by :func:`shut`, not by cancellation."""
+        with anyio.CancelScope(shield=True):
+            try:
+                while True:
+                    self._session.receive_data(await self._stream.receive(_RECEIVE))
+                    for message in self._session.events():
+                        self._dispatch(message)
+            except WireError as error:
+                _log.warning("a frontend breaks the protocol: %s", error)
+                self._send(wire.Refused(to_failure(error)))
+            except _GONE:
+                return
+        with anyio.move_on_after(_LAST_WORDS_S):
+            while self._session.frames.pending or self._sending:
+                self._drained = anyio.Event()
+                await self._drained.wait()
+
+    async def _shut_at_end(self) -> None:
         try:
-            while True:
-                self._session.receive_data(await self._stream.receive(_RECEIVE))
-                for message in self._session.events():
-                    self._dispatch(message)
-        except WireError as error:
-            _log.warning("a frontend breaks the protocol: %s", error)
-            self._session.send(wire.Refused(to_failure(error)))
-        except _GONE:
-            pass
+            await anyio.sleep_forever()
+        finally:
+            shut(self._stream)
 
     async def _write(self) -> None:
         frames = self._session.frames
@@ -161,15 +178,18 @@ class Connection:
                 self._wake = anyio.Event()
                 await self._wake.wait()
             data = frames.data_to_send()
+            self._sending = True
             self._drained.set()
-            with anyio.move_on_after(self._limits.send_timeout_s) as scope:
+            with anyio.move_on_after(self._limits.send_timeout_s, shield=True) as scope:
                 try:
                     await self._stream.send(data)
                 except _GONE:
                     scope.cancel()
+            self._sending = False
+            self._drained.set()
             if scope.cancel_called:
-                assert self._tasks is not None
-                self._tasks.cancel_scope.cancel()
+                shut(self._stream)
+                return
 
     def _send(self, message: Any) -> None:
         self._session.send(message)

@@ -21,6 +21,7 @@ from ...errors import EngineClosedError, RotaError, WireError
 from ..failures import to_error
 from ..streams import GenerationEvent
 from . import wire
+from .address import shut
 from .limits import IpcLimits
 from .session import ClientSession
 
@@ -206,33 +207,46 @@ class Link:
         error: RotaError = gone("the connection to the engine is lost")
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._write, tasks.cancel_scope)
-                try:
-                    while True:
-                        self._session.receive_data(await self._stream.receive(_RECEIVE))
-                        for message in self._session.events():
-                            self._arrived(message)
-                except _GONE:
-                    pass
-                except RotaError as why:
-                    error = gone(f"the engine ended the connection: {why}")
+                tasks.start_soon(self._shut_at_end)
+                tasks.start_soon(self._write)
+                error = await self._read()
                 tasks.cancel_scope.cancel()
         finally:
             self.fail(error)
             await anyio.aclose_forcefully(self._stream)
 
-    async def _write(self, scope: anyio.CancelScope) -> None:
+    async def _read(self) -> RotaError:
+        """Read to the end, and say why it ended. Ends by :func:`shut`, not by cancellation."""
+        with anyio.CancelScope(shield=True):
+            try:
+                while True:
+                    self._session.receive_data(await self._stream.receive(_RECEIVE))
+                    for message in self._session.events():
+                        self._arrived(message)
+            except _GONE:
+                return gone("the connection to the engine is lost")
+            except RotaError as why:
+                return gone(f"the engine ended the connection: {why}")
+
+    async def _shut_at_end(self) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            shut(self._stream)
+
+    async def _write(self) -> None:
         frames = self._session.frames
         while True:
             if not frames.pending:
                 self._wake = anyio.Event()
                 await self._wake.wait()
             data = frames.data_to_send()
-            try:
-                await self._stream.send(data)
-            except _GONE:
-                scope.cancel()
-                return
+            with anyio.CancelScope(shield=True):
+                try:
+                    await self._stream.send(data)
+                except _GONE:
+                    shut(self._stream)
+                    return
             self._drained.set()
 
     def fail(self, error: RotaError) -> None:

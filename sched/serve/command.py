@@ -1,0 +1,142 @@
+"""``rota serve``: an engine (or a connection to one) behind HTTP and IPC, until a signal.
+
+Owns the order of starting and ending: engine, IPC, HTTP; then HTTP, IPC, engine. A first SIGINT or
+SIGTERM lets answers under way finish for a while, a second ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+import uvicorn
+
+from ...errors import EngineClosedError
+from ..http.app import create_app
+from ..ipc.client import connect
+from ..ipc.server import IpcServer
+from .options import Options, ServeConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_log = logging.getLogger("rota.sched.serve")
+_GRACE_S = 10
+
+
+def open_engine(options: Options) -> Any:
+    """The engine to serve, not entered yet: our own, or a client of a process."""
+    config = options.serve
+    if config.connect is not None:
+        return connect(config.connect, token=config.ipc_token)
+    import torch
+
+    from ..engine import Engine
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    assert config.model is not None
+    return Engine(config.model, config.adapters, **options.engine)
+
+
+async def serve(
+    options: Options,
+    console: Console,
+    *,
+    engine: Callable[[Options], Any] = open_engine,
+    task_status: anyio.abc.TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Everything, until a signal or cancellation. Started with the base URL, if HTTP is served."""
+    config = options.serve
+    async with AsyncExitStack() as stack:
+        with console.status(f"opening {config.model or config.connect}"):
+            live = await stack.enter_async_context(engine(options))
+        for name, directory in config.stageable.items():
+            await live.register(name, directory)
+        async with anyio.create_task_group() as tasks:
+            if config.ipc is not None:
+                ipc = IpcServer(live, token=config.ipc_token)
+                where = await tasks.start(ipc.serve, config.ipc)
+                console.print(f"frontends at {where}")
+            await _http(options, live, console, tasks, task_status)
+            tasks.cancel_scope.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again before the engine has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _http(
+    options: Options,
+    engine: Any,
+    console: Console,
+    tasks: anyio.abc.TaskGroup,
+    task_status: anyio.abc.TaskStatus[str | None],
+) -> None:
+    config = options.serve
+    if not config.http:
+        task_status.started(None)
+        await _until_signal(None)
+        return
+    server = _Server(
+        uvicorn.Config(
+            create_app(engine, options.http),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=config.keep_alive_s,
+            timeout_graceful_shutdown=_GRACE_S,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            limit_concurrency=config.max_connections,
+        )
+    )
+    sock = _listen(config)
+    url = f"http://{config.host}:{sock.getsockname()[1]}"
+    tasks.start_soon(_until_signal, server)
+    console.print(f"serving {options.http.model_name} at {url}")
+    if not options.http.admin_keys:
+        console.print("adapter routes are off: no admin key")
+    task_status.started(url)
+    with sock:
+        await server.serve(sockets=[sock])
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise EngineClosedError(
+            "cannot listen",
+            code="cannot-listen",
+            subject=f"{config.host}:{config.port}",
+            found=error.strerror,
+        ) from error
+    return sock
+
+
+async def _until_signal(server: uvicorn.Server | None) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            _log.info("%s: ending", signal.Signals(number).name)
+            if server is None:
+                return
+            server.force_exit = server.should_exit
+            server.should_exit = True

@@ -1,0 +1,210 @@
+"""Every option of ``rota serve``: one name for the flag (``--max-loras``) and the key of the TOML
+file (``max_loras``).
+
+Owns the reading of both and their merging: a flag goes before the file, the file before the
+default. Invariants: an unknown key, a wrong type or an option that has no meaning in this mode is
+refused by name before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ...errors import CommandError
+from ..config import EngineConfig
+from ..http.settings import HttpSettings
+
+_MAX_FILE = 1 << 20
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``rota serve`` itself needs. ``model``: checkpoint directory, or ``connect``: address of
+    an engine process. ``adapters``: name to directory, loaded at start; ``stageable``: known names
+    that load on the first request. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
+
+    model: str | None = None
+    connect: str | None = None
+    adapters: dict[str, str] = {}
+    stageable: dict[str, str] = {}
+    http: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    ipc: str | None = None
+    ipc_token: str | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    keep_alive_s: Annotated[int, msgspec.Meta(ge=1)] = 75
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 64 << 10
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The three groups, checked. ``engine``: only what was given, for :class:`Engine`."""
+
+    serve: ServeConfig
+    http: HttpSettings
+    engine: dict[str, Any]
+
+
+#: Help of each flag; a field without a line here is a mistake (a test says so).
+HELP: dict[str, str] = {
+    "connect": "serve an engine process at this address instead of a model of our own",
+    "adapters": "NAME=DIR: load this adapter at start (repeat)",
+    "stageable": "NAME=DIR: know this adapter; the first request for it loads it (repeat)",
+    "http": "whether to serve HTTP at all (true or false)",
+    "host": "address to listen on",
+    "port": "port to listen on; 0 picks a free one",
+    "ipc": "also serve frontends here: unix:PATH, or HOST:PORT with --ipc-token",
+    "ipc_token": "secret of frontends; better in the file than on the command line",
+    "threads": "CPU threads of the base model",
+    "keep_alive_s": "seconds an idle HTTP connection is kept",
+    "max_header_bytes": "bytes of one request's headers",
+    "max_connections": "HTTP connections at a time; more get 503",
+    "log_level": "debug, info, warning or error",
+    "model_name": "what requests call the base model (default: the directory's name)",
+    "api_keys": "a key for /v1 (repeat); none: everybody may ask",
+    "admin_keys": "a key for adapter routes (repeat); none: those routes are off",
+    "directories": "a root that adapters may be loaded from by path (repeat); none: none",
+    "max_body_bytes": "bytes of one request's body",
+    "body_timeout_s": "seconds a body may take to arrive",
+    "request_timeout_s": "seconds a generation may take",
+    "command_timeout_s": "seconds a load may keep its caller waiting",
+    "max_choices": "prompts times n of one request",
+    "metrics_adapters": "adapter names that get metric series of their own",
+    "max_loras": "slots: adapters on the device at once (0: LoRA off)",
+    "max_lora_rank": "the largest adapter rank",
+    "overlay_rows": "embedding and head rows an adapter may replace",
+    "device": "auto, cpu or cuda",
+    "dtype": "auto, bfloat16 or float32",
+    "kv_bytes": "bytes of KV memory (default: from what is free)",
+    "max_running": "sequences in steps at once",
+    "max_waiting": "requests that may wait; more are refused with QUEUE_FULL",
+    "max_step_tokens": "tokens of one step when nothing decodes",
+    "mixed_step_tokens": "tokens of one step when something decodes; bounds the gap between tokens",
+    "drain_after_s": "seconds an adapter waits for a slot before a busy one is drained",
+    "image_cache_bytes": "host memory for staged adapters",
+    "stage_workers": "adapters staged at once",
+    "pin_adapters": "whether start-up adapters stay on the device (true or false)",
+    "close_timeout_s": "seconds an orderly end may take",
+    "use_numba": "whether CPU kernels are compiled (true or false)",
+    "seed": "of draws of requests that bring no seed",
+}
+_PAIRS = ("adapters", "stageable")
+_LISTS = ("api_keys", "admin_keys", "directories")
+_FLAGS = {
+    "adapters": "--lora-adapter",
+    "stageable": "--lora-stageable",
+    "api_keys": "--api-key",
+    "admin_keys": "--admin-key",
+    "directories": "--directory",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each option, in three groups. Values stay text until :func:`read_options`."""
+    for title, kind in (
+        ("serving", ServeConfig),
+        ("HTTP", HttpSettings),
+        ("engine", EngineConfig),
+    ):
+        group = parser.add_argument_group(title)
+        for name in kind.__struct_fields__:
+            if name == "model":
+                continue
+            repeat = name in _PAIRS or name in _LISTS
+            group.add_argument(
+                _FLAGS.get(name, "--" + name.replace("_", "-")),
+                dest=name,
+                default=None,
+                action="append" if repeat else "store",
+                metavar="NAME=DIR" if name in _PAIRS else name.removesuffix("s").upper(),
+                help=HELP[name],
+            )
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """Merge file and flags.
+
+    Raises:
+        CommandError: ``bad-config-file``, ``unknown-option``, ``bad-option``, ``no-model``,
+            ``option-not-here``.
+    """
+    given = _file(args.config) if args.config is not None else {}
+    for name in _names():
+        value = getattr(args, name, None)
+        if value is not None:
+            given[name] = _pairs(name, value) if name in _PAIRS else value
+    unknown = sorted(given.keys() - _names())
+    if unknown:
+        raise CommandError("no such option", code="unknown-option", subject=unknown[0])
+    serve = _group(given, ServeConfig)
+    if (serve.model is None) == (serve.connect is None):
+        raise CommandError(
+            "serve a model directory, or --connect to an engine process",
+            code="no-model",
+            expected="one of the two",
+        )
+    engine = {n: given[n] for n in EngineConfig.__struct_fields__ if n in given}
+    if serve.connect is not None and (engine or serve.adapters or serve.stageable):
+        extra = next(iter([*engine, *(n for n in _PAIRS if getattr(serve, n))]))
+        raise CommandError(
+            "the engine process has its own options", code="option-not-here", subject=extra
+        )
+    if "model_name" not in given and serve.model is not None:
+        given["model_name"] = Path(serve.model).resolve().name or "base"
+    checked = _group(engine, EngineConfig)
+    return Options(
+        serve, _group(given, HttpSettings), {name: getattr(checked, name) for name in engine}
+    )
+
+
+def _names() -> set[str]:
+    kinds = (ServeConfig, HttpSettings, EngineConfig)
+    return {name for kind in kinds for name in kind.__struct_fields__}
+
+
+def _group(given: Mapping[str, Any], kind: Any) -> Any:
+    mine = {name: given[name] for name in kind.__struct_fields__ if name in given}
+    try:
+        # Not strict: flags are text; a file's values keep their types and must fit as well.
+        return msgspec.convert(mine, kind, strict=False)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        raise CommandError(
+            f"an option has a wrong value: {text}",
+            code="bad-option",
+            subject=path.rstrip("`") or None,
+        ) from error
+
+
+def _pairs(name: str, values: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for value in values:
+        key, equals, path = value.partition("=")
+        if not (key and equals and path) or key in pairs:
+            raise CommandError(
+                "not a new NAME=DIR", code="bad-option", subject=_FLAGS[name], found=value
+            )
+        pairs[key] = path
+    return pairs
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+        if len(data) > _MAX_FILE:
+            raise ValueError(f"more than {_MAX_FILE} bytes")
+        return tomllib.loads(data.decode())
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise CommandError(
+            "the configuration file cannot be read",
+            code="bad-config-file",
+            subject=str(path),
+            found=error,
+        ) from error

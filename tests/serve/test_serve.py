@@ -1,0 +1,159 @@
+"""``rota serve`` and ``rota top``: options, starting, signals."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import signal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from rich.console import Console
+
+from rota.errors import CommandError
+from rota.sched.config import EngineConfig
+from rota.sched.http.settings import HttpSettings
+from rota.sched.serve import add_serve_parser, add_top_parser, run_serve
+from rota.sched.serve.command import serve
+from rota.sched.serve.options import HELP, Options, ServeConfig, read_options
+from rota.sched.serve.top import watch
+from rota.sched.sim.engine import SimEngine
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command")
+    add_serve_parser(commands)
+    add_top_parser(commands)
+    return parser.parse_args(argv)
+
+
+def options(*argv: str) -> Options:
+    return read_options(parse("serve", *argv))
+
+
+def test_every_option_is_explained_and_none_is_named_twice() -> None:
+    names = [n for k in (ServeConfig, HttpSettings, EngineConfig) for n in k.__struct_fields__]
+    assert len(names) == len(set(names))
+    assert set(names) - {"model"} == set(HELP)
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "rota.toml"
+    file.write_text(
+        'model = "somewhere/tiny"\nmax_loras = 3\nport = 1234\npin_adapters = false\n'
+        'admin_keys = ["a-secret-key"]\n[adapters]\nsql = "dir/sql"\n'
+    )
+    got = options("--config", str(file), "--port", "99", "--directory", "/a", "--directory", "/b")
+    assert (got.serve.model, got.serve.port) == ("somewhere/tiny", 99)
+    assert got.serve.adapters == {"sql": "dir/sql"}
+    assert got.engine == {"max_loras": 3, "pin_adapters": False}
+    assert got.http.admin_keys == ("a-secret-key",)
+    assert got.http.directories == ("/a", "/b")
+    assert got.http.model_name == "tiny"
+
+
+def test_flags_become_values() -> None:
+    got = options(
+        *("m", "--lora-adapter", "a=x=y", "--drain-after-s", "0.25", "--use-numba", "false"),
+        *("--kv-bytes", "1048576", "--model-name", "base"),
+    )
+    assert got.serve.adapters == {"a": "x=y"}
+    assert got.engine == {"drain_after_s": 0.25, "use_numba": False, "kv_bytes": 1 << 20}
+    assert got.http.model_name == "base"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "code", "subject"),
+    [
+        ([], "", "no-model", None),
+        (["m", "--connect", "unix:x"], "", "no-model", None),
+        (["--connect", "unix:x", "--max-loras", "2"], "", "option-not-here", "max_loras"),
+        (["--connect", "unix:x", "--lora-adapter", "a=b"], "", "option-not-here", "adapters"),
+        (["m", "--lora-adapter", "nopath"], "", "bad-option", "--lora-adapter"),
+        (["m", "--max-loras", "many"], "", "bad-option", "max_loras"),
+        (["m", "--port", "99999"], "", "bad-option", "port"),
+        (["m", "--device", "tpu"], "", "bad-option", "device"),
+        (["m"], "max_lora = 3", "unknown-option", "max_lora"),
+        (["m"], "max_loras = [", "bad-config-file", None),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    tmp_path: Path, argv: list[str], text: str, code: str, subject: str | None
+) -> None:
+    file = tmp_path / "rota.toml"
+    file.write_text(text)
+    with pytest.raises(CommandError) as caught:
+        options(*argv, "--config", str(file))
+    assert caught.value.code == code
+    assert subject is None or caught.value.subject == subject
+
+
+def test_check_prints_the_options_without_secrets() -> None:
+    out = io.StringIO()
+    args = parse("serve", "m", "--admin-key", "a-secret-key", "--ipc-token", "hush", "--check")
+    assert run_serve(args, Console(file=out, width=200)) == 0
+    shown = json.loads(out.getvalue())
+    assert shown["http"]["admin_keys"] == "1 keys" and shown["serve"]["port"] == 8000
+    assert "secret" not in out.getvalue() and "hush" not in out.getvalue()
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def simulated(_: Options) -> Any:
+    return SimEngine()
+
+
+@pytest.mark.anyio
+async def test_an_engine_process_a_frontend_and_top(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path / 'rota.sock'}"
+    console = quiet()
+    async with anyio.create_task_group() as tasks:
+        engine = options("m", "--port", "0", "--ipc", where)
+        own = await tasks.start(partial(serve, engine, quiet(), engine=simulated))
+        front = options("--connect", where, "--port", "0", "--model-name", "base")
+        other = await tasks.start(serve, front, console)
+        async with httpx2.AsyncClient() as http:
+            body = {"prompt": "abc", "max_tokens": 5}
+            answers = [(await http.post(f"{u}/v1/completions", json=body)) for u in (own, other)]
+            texts = [a.json()["choices"][0]["text"] for a in answers]
+            assert texts[0] == texts[1] and len(texts[0]) == 5
+            # Cut off while it still sends, so the 400 may be lost on the way.
+            with suppress(httpx2.TransportError):
+                large = await http.get(f"{own}/health", headers={"x": "y" * 200_000})
+                assert large.status_code == 400
+            assert (await http.get(f"{own}/health")).status_code == 200
+        await watch(where, None, 0.1, True, console)
+        shown = console.file.getvalue()
+        assert "EMPTY" in shown and "KV 0/4096" in shown
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
+    config = options("m", "--port", "0", "--ipc", str(tmp_path / "rota.sock"))
+    kept: list[SimEngine] = []
+
+    def remembered(given: Options) -> SimEngine:
+        kept.append(SimEngine())
+        return kept[0]
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(partial(serve, config, quiet(), engine=remembered))
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert kept[0].core.idle()
+    assert not await anyio.Path(tmp_path / "rota.sock").exists()
