@@ -217,6 +217,7 @@ class Link:
 
     async def _read(self) -> RotaError:
         """Read to the end, and say why it ended. Ends by :func:`shut`, not by cancellation."""
+        error = gone("the connection to the engine is lost")
         with anyio.CancelScope(shield=True):
             try:
                 while True:
@@ -224,9 +225,10 @@ class Link:
                     for message in self._session.events():
                         self._arrived(message)
             except _GONE:
-                return gone("the connection to the engine is lost")
+                pass
             except RotaError as why:
-                return gone(f"the engine ended the connection: {why}")
+                error = gone(f"the engine ended the connection: {why}")
+        return error
 
     async def _shut_at_end(self) -> None:
         try:

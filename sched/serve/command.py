@@ -19,9 +19,9 @@ import anyio.abc
 import uvicorn
 
 from ...errors import EngineClosedError
-from ..http.app import create_app
 from ..ipc.client import connect
 from ..ipc.server import IpcServer
+from ..web.app import create_app
 from .options import Options, ServeConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import msgspec
 
 from ...errors import CommandError
 from ..config import EngineConfig
-from ..http.settings import HttpSettings
+from ..web.settings import HttpSettings
 
 _MAX_FILE = 1 << 20
 

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from rota.errors import CommandError
 from rota.sched.config import EngineConfig
-from rota.sched.http.settings import HttpSettings
 from rota.sched.serve import add_serve_parser, add_top_parser, run_serve
 from rota.sched.serve.command import serve
 from rota.sched.serve.options import HELP, Options, ServeConfig, read_options
 from rota.sched.serve.top import watch
 from rota.sched.sim.engine import SimEngine
+from rota.sched.web.settings import HttpSettings
 
 
 @pytest.fixture

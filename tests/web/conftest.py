@@ -14,11 +14,11 @@ import httpx2
 import pytest
 import uvicorn
 
-from rota.sched.http.app import create_app
-from rota.sched.http.settings import HttpSettings
 from rota.sched.ipc.client import connect
 from rota.sched.ipc.server import IpcServer
 from rota.sched.sim.engine import SimEngine
+from rota.sched.web.app import create_app
+from rota.sched.web.settings import HttpSettings
 
 ADMIN = "admin-key-for-tests"
 NOW = 1_700_000_000.0

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rota.sched.http.app import create_app
-from rota.sched.http.settings import HttpSettings
 from rota.sched.sim.engine import SimEngine, sim_content, sim_text
+from rota.sched.web.app import create_app
+from rota.sched.web.settings import HttpSettings
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin-key-for-tests"

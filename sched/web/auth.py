@@ -18,7 +18,7 @@ from .failures import error_response
 from .metrics import HttpMetrics, route_of
 from .settings import HttpSettings
 
-_log = logging.getLogger("rota.sched.http")
+_log = logging.getLogger("rota.sched.web")
 _ADMIN = ("/v1/lora/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
