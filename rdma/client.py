@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,6 +220,10 @@ class Peer:
                 rails = self._connect_rails(link, self.transport)
             try:
                 yield _Session(link, rails, self.transport, deadline, cancelled)
+            except BaseException as error:
+                # An error that someone keeps would keep the arena's block through its frames.
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 if rails is not None:
                     rails.close()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from .gpu.model.params import SamplingParams
+    from .rdma.client import Peer
     from .sched.engine import Engine
     from .sched.face import DEFAULT, AdapterReply
     from .sched.ipc.client import Client, connect
@@ -38,6 +39,7 @@ _HOMES = {
     "DEFAULT": ".sched.face",
     "Engine": ".sched.engine",
     "GenerationEvent": ".sched.streams",
+    "Peer": ".rdma.client",
     "SamplingParams": ".gpu.model.params",
     "CapacityError": ".errors",
     "CommandError": ".errors",
@@ -64,6 +66,7 @@ __all__ = [
     "GenerationEvent",
     "InternalError",
     "ModelError",
+    "Peer",
     "RejectError",
     "RequestError",
     "RotaError",

@@ -68,7 +68,7 @@ def test_wrong_rkey(
 
 
 def test_past_the_end(source: Callable[..., Peer], transport: VerbsClient, expected: bytes) -> None:
-    other = Meddling(transport, lambda address, rkey: (address + 4096, rkey))
+    other = Meddling(transport, lambda address, rkey: (address + LARGE.slot_bytes, rkey))
     error = refused(source("large", transport=other))
     assert error.code == "rdma-read-failed" and "status 10" in str(error.found)
     lands(source("large"), expected)

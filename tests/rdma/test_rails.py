@@ -1,0 +1,349 @@
+"""One-sided reads over queue pairs of the tests' own: order, depth, errors, deadlines, draining."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rota.errors import DeviceError, InternalError, RotaError, StagingError
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import stage
+from rota.rdma import messages as m
+from rota.rdma.client import Peer
+from rota.rdma.rails import VerbsClient, VerbsPeer
+from rota.rdma.region import Region
+
+MIB = 1 << 20
+
+
+class Fabric:
+    """Memory that can be read, by key; how its queue pairs behave; what they did."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.keys: dict[int, Region] = {}
+        self.status: dict[int, int] = {}  # how the n-th read of all ends
+        self.stuck = False  # nothing completes but by fail()
+        self.posted = self.most = self.open = self.registrations = 0
+        self.refuse_local = self.refuse_remote = self.refuse_pair = False
+        self.writes: list[int] = []
+
+
+class FakePair:
+    """A queue pair that copies memory at a later `poll`, in order, some at a time."""
+
+    def __init__(self, fabric: Fabric, channel: bool) -> None:
+        if fabric.refuse_pair:
+            raise DeviceError("no queue pair", code="verbs-failed")
+        self.fabric, self.depth = fabric, 4
+        self.ready, self.signal = os.pipe() if channel else (-1, -1)
+        self.descriptor = self.ready
+        self.queue: list[tuple[int, int, int, int, int]] = []
+        self.failed = self.closed = self.connected = False
+        fabric.open += 1
+
+    @property
+    def rail(self) -> m.Rail:
+        return m.Rail(7, 9, bytes(16), 3, self.depth)
+
+    def connect(self, other: m.Rail) -> None:
+        self.connected = True
+
+    def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
+        assert self.connected and not self.failed and not self.closed
+        assert 0 < n <= MIB
+        self.queue.append((number, local, remote, rkey, n))
+        assert len(self.queue) <= self.depth
+        self.fabric.posted += 1
+        self.fabric.most = max(self.fabric.most, len(self.queue))
+        os.write(self.signal, b"x")
+
+    def poll(self) -> list[tuple[int, int]]:
+        if self.failed:
+            done = [(number, 5) for number, *_ in self.queue]
+            self.queue.clear()
+            return done
+        if self.fabric.stuck or not self.queue:
+            return []
+        done = []
+        for _ in range(self.fabric.rng.randint(0, len(self.queue))):
+            number, local, remote, rkey, n = self.queue.pop(0)
+            status = self.fabric.status.get(number, 0)
+            region = self.fabric.keys.get(rkey)
+            if region is None or not (
+                region.address <= remote and remote + n <= region.address + region.nbytes
+            ):
+                status = 10
+            if not status:
+                ctypes.memmove(local, remote, n)
+                self.fabric.writes.append(local)
+            done.append((number, status))
+            if status:
+                self.failed = True
+                break
+        return done
+
+    def arm(self) -> None:
+        assert not self.closed
+
+    def take_event(self) -> None:
+        os.read(self.ready, 1)
+
+    def fail(self) -> None:
+        self.failed = True
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+        self.fabric.open -= 1
+        if self.ready >= 0:
+            os.close(self.ready)
+            os.close(self.signal)
+
+
+class FakeDevice:
+    name = "fake0"
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.closed = False
+
+    def register(self, region: Region) -> None:
+        if self.fabric.refuse_remote:
+            raise DeviceError("no memory", code="verbs-failed")
+        self.fabric.registrations += 1
+        region.rkey = 100 + self.fabric.registrations
+        self.fabric.keys[region.rkey] = region
+
+    def register_local(self, region: Region) -> int:
+        if self.fabric.refuse_local:
+            raise DeviceError("no memory", code="verbs-failed")
+        self.fabric.registrations += 1
+        return 1
+
+    def unregister(self, region: Region) -> None:
+        if region.rkey is not None:
+            del self.fabric.keys[region.rkey]
+            region.rkey = None
+
+    def pair(self, *, channel: bool) -> FakePair:
+        return FakePair(self.fabric, channel)
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class Bench:
+    """A client with an arena, a source region of 5.5 MiB, and a clock that only waiting moves."""
+
+    def __init__(self, seed: int = 0, rails: int = 1) -> None:
+        self.fabric = Fabric(seed)
+        self.device = FakeDevice(self.fabric)
+        self.now = 0.0
+        self.client = VerbsClient(self.device, 16 * MIB, self.clock)
+        self.source = Region(5 * MIB + MIB // 2)
+        rng = np.random.default_rng(seed)
+        self.source.array[:] = rng.integers(0, 256, self.source.nbytes, np.uint8)
+        self.device.register(self.source)
+        self.target = self.client.allocate(self.source.nbytes)
+        self.rails = self.client.open(rails)
+        self.rails.connect(self.rails.rails)
+
+    def clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def read(self, **more: Any) -> list[int]:
+        seen: list[int] = []
+        fields: dict[str, Any] = {
+            "address": self.source.address,
+            "rkey": self.source.rkey,
+            "deadline": self.now + 60,
+            "cancelled": None,
+            "landed": seen.append,
+        } | more
+        self.rails.read(self.target, **fields)
+        return seen
+
+    def over(self) -> None:
+        """After a failure nothing may write the target any more, and nothing is open."""
+        assert self.fabric.open == 0 and self.rails.pairs == []
+        with pytest.raises(StagingError) as caught:
+            self.read()
+        assert caught.value.code == "rdma-broken"
+        again = self.client.open(1)  # the next promotion's rails work
+        again.connect(again.rails)
+        self.fabric.stuck, self.fabric.status = False, {}
+        landed: Callable[[int], None] = lambda count: None  # noqa: E731
+        again.read(
+            self.target, self.source.address, self.source.rkey or 0, self.now + 60, None, landed
+        )
+        assert self.target.tobytes() == self.source.array.tobytes()
+        again.close()
+
+
+@pytest.mark.parametrize("rails", [1, 3, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_byte_in_order(rails: int, seed: int) -> None:
+    bench = Bench(seed, rails)
+    seen = bench.read()
+    assert bench.target.tobytes() == bench.source.array.tobytes()
+    assert seen == sorted(seen) and seen[-1] == bench.source.nbytes
+    assert bench.fabric.posted == 6 and bench.fabric.most <= 4
+    bench.rails.close()
+    assert bench.fabric.open == 0
+
+
+@pytest.mark.parametrize("status", [4, 10, 12])
+@pytest.mark.parametrize("number", [0, 3, 5])
+@pytest.mark.parametrize("rails", [1, 3])
+def test_an_error_completion(status: int, number: int, rails: int) -> None:
+    bench = Bench(1, rails)
+    bench.fabric.status = {number: status}
+    with pytest.raises(StagingError) as caught:
+        bench.read()
+    assert caught.value.code == "rdma-read-failed"
+    assert f"status {status}" in str(caught.value.found)
+    bench.over()
+
+
+def test_wrong_keys_and_places() -> None:
+    for change in ({"rkey": 5}, {"address": 4096}):
+        bench = Bench()
+        with pytest.raises(StagingError) as caught:
+            bench.read(**change)
+        assert "status 10" in str(caught.value.found)
+        bench.over()
+
+
+def test_own_deadline() -> None:
+    bench = Bench()
+    bench.fabric.stuck = True
+    with pytest.raises(StagingError) as caught:
+        bench.read(deadline=bench.now + 0.05)
+    assert caught.value.code == "peer-timeout"
+    bench.over()
+
+
+@pytest.mark.parametrize("asked", range(4))
+def test_cancelled(asked: int) -> None:
+    bench, count = Bench(2), 0
+
+    def cancelled() -> bool:
+        nonlocal count
+        count += 1
+        return count > asked
+
+    with pytest.raises(StagingError) as caught:
+        bench.read(cancelled=cancelled)
+    assert caught.value.code == "stage-cancelled"
+    writes = len(bench.fabric.writes)
+    assert bench.fabric.open == 0 and len(bench.fabric.writes) == writes
+    bench.over()
+
+
+def test_a_failing_verifier_ends_the_flight() -> None:
+    bench = Bench()
+
+    def wrong(count: int) -> None:
+        raise StagingError("no", code="digest-mismatch")
+
+    with pytest.raises(StagingError) as caught:
+        bench.read(landed=wrong)
+    assert caught.value.code == "digest-mismatch"
+    bench.over()
+
+
+def test_the_arena_outlives_its_images() -> None:
+    """Freeing memory while a read may be posted into it is refused."""
+    bench = Bench()
+    with pytest.raises(InternalError) as caught:
+        bench.client.close()
+    assert caught.value.code == "memory-in-use" and not bench.device.closed
+    bench.rails.close()
+    bench.target = np.empty(0, np.uint8)
+    bench.client.close()
+    assert bench.device.closed
+
+
+# -- the whole way: peer and client over TCP control, memory read by the fabric
+
+
+@pytest.fixture
+def verbs(serve: Any, kit: Any, tmp_path: Path) -> Any:
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    fabric = Fabric()
+    running = serve({"big": folder}, verbs=VerbsPeer(FakeDevice(fabric)))
+    client = VerbsClient(FakeDevice(fabric), 32 * MIB)
+
+    def land(**more: Any) -> Any:
+        fields: dict[str, Any] = {"secret": kit.secret, "transport": client} | more
+        return stage(Peer(running.address, "big", **fields), kit.large)
+
+    land.fabric, land.client, land.peer = fabric, client, running.peer  # type: ignore[attr-defined]
+    land.disk = stage(DirectorySource(folder), kit.large).image  # type: ignore[attr-defined]
+    return land
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+@pytest.mark.parametrize("rails", [1, 4])
+def test_promotion_by_reads(verbs: Any, packed: str, rails: int) -> None:
+    before = verbs.peer.counters()["bytes_sent"]
+    staged = verbs(packed=packed, rails=rails)
+    assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
+    assert verbs.fabric.posted > 4
+    assert verbs.peer.counters()["bytes_sent"] - before < 100_000
+
+
+def test_a_hundred_promotions_one_registration(verbs: Any) -> None:
+    verbs(packed="always")
+    registered = verbs.fabric.registrations  # the arena, the shard, its image
+    for _ in range(100):
+        verbs(packed="always")
+    assert verbs.fabric.registrations == registered == 3
+
+
+@pytest.mark.parametrize("what", ["refuse_remote", "refuse_pair"])
+def test_refused_verbs_become_tcp(verbs: Any, what: str, caplog: Any) -> None:
+    setattr(verbs.fabric, what, True)
+    staged = verbs(packed="always")
+    assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
+    assert verbs.fabric.posted == 0
+
+
+def test_a_full_arena_becomes_tcp(verbs: Any, caplog: Any) -> None:
+    kept = [verbs.client.allocate(31 * MIB)]
+    staged = verbs(packed="always")
+    assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
+    assert verbs.fabric.posted == 0 and "arena-full" in caplog.text
+    del kept[:]
+
+
+@pytest.mark.parametrize("status", [10, 12])
+def test_a_failed_read_fails_the_promotion_by_name(verbs: Any, status: int) -> None:
+    verbs.fabric.status = {2: status}
+    free = verbs.client._arena.largest
+    with pytest.raises(RotaError) as caught:
+        verbs(packed="always")
+    assert caught.value.code == "rdma-read-failed"
+    assert verbs.client._arena.largest == free  # although the error is still held
+    verbs.fabric.status = {}
+    assert verbs(packed="always").image.buffer.tobytes() == verbs.disk.buffer.tobytes()
+
+
+def test_an_image_keeps_its_memory(verbs: Any) -> None:
+    """Two images at once lie apart; their memory comes back when they go."""
+    free = verbs.client._arena.largest
+    first, second = verbs(packed="always"), verbs(packed="always")
+    assert first.image.address != second.image.address
+    assert verbs.client.contains(first.image.buffer)
+    del first, second
+    assert verbs.client._arena.largest == free

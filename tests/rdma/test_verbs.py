@@ -1,0 +1,112 @@
+"""Without verbs: one clear line, and TCP. With them: `.ci/rdma`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.errors import DeviceError, RequestError, RotaError
+from rota.rdma import verbs
+from rota.rdma.peercli import add_peer_parser, parse_adapters, run_peer
+
+
+@pytest.fixture
+def without_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "pyverbs":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+
+
+@pytest.mark.usefixtures("without_pyverbs")
+def test_no_pyverbs_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert verbs.open_client(1 << 20) is None
+        assert verbs.open_host() is None
+    assert [record.name for record in caplog.records] == ["rota.rdma.verbs"] * 2
+    for record in caplog.records:
+        assert "TCP" in record.getMessage() and "python3-pyverbs" in record.getMessage()
+
+
+@pytest.mark.usefixtures("without_pyverbs")
+def test_a_named_error_for_who_insists() -> None:
+    with pytest.raises(DeviceError) as caught:
+        verbs.Device("rxe0")
+    assert caught.value.code == "verbs-unavailable"
+
+
+def test_a_device_here() -> None:
+    """Skipped, with the reason, where there is none."""
+    try:
+        device = verbs.Device()
+    except DeviceError as error:
+        pytest.skip(f"no verbs device here ({error.code}): {error.found}")
+    assert device.depth >= 1 and len(device.gid) == 16
+    device.close()
+
+
+def test_adapters_of_the_command_line(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert parse_adapters([str(a), f"sql={b}"]) == {"a": a, "sql": b}
+    for arguments, code in (
+        ([str(a), f"a={b}"], "duplicate-adapter-id"),
+        ([str(tmp_path / "c")], "not-a-directory"),
+        ([f"{'x' * 256}={a}"], "bad-adapter-id"),
+        ([f"={a}"], "bad-adapter-id"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse_adapters(arguments)
+        assert caught.value.code == code
+
+
+def test_the_command_refuses_a_weak_secret(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_peer_parser(parser.add_subparsers(dest="command"))
+    secret = tmp_path / "secret"
+    secret.write_text("short\n")
+    args = parser.parse_args(["peer", str(tmp_path), "--secret-file", str(secret)])
+
+    class Console:
+        def print(self, *objects: Any) -> None:
+            raise AssertionError("nothing is served")
+
+    with pytest.raises(RotaError) as caught:
+        run_peer(args, Console())
+    assert caught.value.code == "weak-secret"
+
+
+def test_the_command_serves_and_stops(kit: Any, tmp_path: Path) -> None:
+    """The process that the lane uses, on TCP alone: one promotion, then SIGTERM."""
+    import re
+    import signal
+    import subprocess
+
+    from rota.gpu.lora.source import DirectorySource
+    from rota.gpu.lora.stage import stage
+    from rota.rdma.client import Peer
+
+    folder = kit.write(tmp_path / "one", kit.small)
+    script = kit.root / "tests/rdma_vm/peer_process.py"
+    command = [sys.executable, str(script), str(folder), "--port", "0", "--no-rdma"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"peer at (\S+:\d+): 1 adapters by TCP\n", line)
+            assert found is not None, line
+            landed = stage(Peer(found.group(1), "one"), kit.small)
+            disk = stage(DirectorySource(folder), kit.small)
+            assert landed.image.buffer.tobytes() == disk.image.buffer.tobytes()
+            process.send_signal(signal.SIGTERM)
+            assert "peer stopped" in process.stdout.read()
+            assert process.wait(30) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
