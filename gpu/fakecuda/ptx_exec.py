@@ -205,9 +205,19 @@ class _Run:
             self.pc, self.agree = at, True
             self.alive = ALL if len(ids) == self.state.lanes else ids
             return True
-        op = self.ops[at]
-        taken = np.ones(len(ids), bool) if op.predicate is None else self._taken(op, ids)
-        self._issue_apart(op, ids, taken)
+        # Straight on with this group until it branches or comes where others wait for their turn.
+        others = running & ~mine
+        limit = int(self.pcs[others].min()) if others.any() else self.end
+        while at < limit and (op := self.ops[at]).kind in ("alu", "exact"):
+            chosen = ids if op.predicate is None else ids[self._taken(op, ids)]
+            if len(chosen):
+                op.run(self.state, chosen)
+            at += 1
+        self.pcs[ids] = at
+        if at < limit:
+            op = self.ops[at]
+            taken = np.ones(len(ids), bool) if op.predicate is None else self._taken(op, ids)
+            self._issue_apart(op, ids, taken)
         return True
 
     def _issue_apart(
