@@ -1,4 +1,4 @@
-"""Adapters from a peer in a serving engine: the tokens are those from disk; faults touch nothing."""
+"""Adapters from a peer in a serving engine: tokens as from disk, and faults touch nothing."""
 
 from __future__ import annotations
 

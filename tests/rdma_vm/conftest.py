@@ -5,6 +5,7 @@ The tests run in the guest of ``.ci/rdma``; elsewhere each is skipped with the r
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -21,6 +22,8 @@ import pytest
 from rota.errors import DeviceError
 from rota.gpu.lora.dims import LoraModule, ModelDims
 from rota.gpu.lora.layout import SlotLayout
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.rdma.client import Peer
 from rota.rdma.rails import VerbsClient
 from rota.rdma.verbs import Device
@@ -137,6 +140,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for path in sorted((ROOT / f"tests/data/oracle/{family}/adapters").iterdir()):
             made[f"{family}-{path.name}"] = path
     return made
+
+
+@pytest.fixture(scope="session")
+def on_disk(folders: dict[str, Path]) -> Callable[[str], StagedAdapter]:
+    """What staging an adapter from disk for `LARGE` gives; done once each."""
+
+    @functools.cache
+    def staged(name: str) -> StagedAdapter:
+        return stage(DirectorySource(folders[name]), LARGE)
+
+    return staged
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from rota.errors import StagingError
 from rota.gpu.lora.source import DirectorySource
-from rota.gpu.lora.stage import stage
+from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
 from rota.rdma.rails import ClientRails, VerbsClient
@@ -49,8 +49,8 @@ def refused(source: Peer, **more: Any) -> StagingError:
 
 
 @pytest.fixture
-def expected(folders: dict[str, Path]) -> bytes:
-    return stage(DirectorySource(folders["large"]), LARGE).image.buffer.tobytes()
+def expected(on_disk: Callable[[str], StagedAdapter]) -> bytes:
+    return on_disk("large").image.buffer.tobytes()
 
 
 def lands(source: Peer, expected: bytes) -> None:

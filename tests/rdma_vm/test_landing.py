@@ -92,11 +92,15 @@ def test_every_kind_lands_as_from_disk(
     [("large", "always", 1), ("large", "never", 3), ("large-f32", "always", 8)],
 )
 def test_large_adapters_by_several_rails(
-    folders: dict[str, Path], source: Callable[..., Peer], name: str, packed: str, rails: int
+    on_disk: Callable[[str], StagedAdapter],
+    source: Callable[..., Peer],
+    name: str,
+    packed: str,
+    rails: int,
 ) -> None:
     seen: list[int] = []
     made = source(name, packed=packed, rails=rails, progress=lambda done, _: seen.append(done))
-    same(stage(made, LARGE), stage(DirectorySource(folders[name]), LARGE))
+    same(stage(made, LARGE), on_disk(name))
     assert seen == sorted(seen) and len(seen) > 1
 
 
@@ -116,10 +120,12 @@ def test_bytes_went_by_verbs(peer: PeerProcess, source: Callable[..., Peer]) -> 
     assert sent() - before < landed.image.nbytes / 100
 
 
-def test_a_callers_buffer_is_filled(folders: dict[str, Path], source: Callable[..., Peer]) -> None:
+def test_a_callers_buffer_is_filled(
+    on_disk: Callable[[str], StagedAdapter], source: Callable[..., Peer]
+) -> None:
     buffer = bytearray(b"\xa5" * LARGE.slot_bytes)
     landed = stage(source("large"), LARGE, buffer=buffer)
-    disk = stage(DirectorySource(folders["large"]), LARGE)
+    disk = on_disk("large")
     assert bytes(buffer) == disk.image.buffer.tobytes() == landed.image.buffer.tobytes()
 
 
