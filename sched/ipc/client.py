@@ -139,6 +139,8 @@ class Client:
             finally:
                 self._link = None
                 self._up = anyio.Event()
+            if self._tasks is None:
+                return  # closing
             _log.warning("lost the engine at %s; reconnecting", self.address)
             link = await self._come_back()
             _log.info("connected to the engine at %s again", self.address)
@@ -324,10 +326,15 @@ async def _send_source(link: Link, source: Source | None) -> wire.Source | None:
             return wire.Place(_absolute(path))
         case str() | os.PathLike():
             return wire.Place(_absolute(source))
+    from ...rdma.client import Peer  # here: a frontend that names no peer needs none of it
+
+    if isinstance(source, Peer) and source.transport is None and source.connect is None:
+        p = source
+        return wire.FromPeer(p.address, p.adapter, p.secret, p.packed, p.rails, p.deadline_s)
     raise RequestError(
         "this kind of source cannot be sent to another process",
         code="bad-source",
-        expected="a directory, or safetensors bytes and config",
+        expected="a directory, safetensors bytes and config, or a rota.Peer on TCP",
         found=type(source).__name__,
     )
 

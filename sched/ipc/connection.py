@@ -9,7 +9,6 @@ ends, every request of it is cancelled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -23,7 +22,7 @@ from . import wire
 from .address import shut
 from .limits import IpcLimits
 from .session import ServerSession
-from .verbs import Uploads, answer, in_thread
+from .verbs import Allowed, Uploads, answer, in_thread
 
 _log = logging.getLogger("rota.sched.ipc")
 _RECEIVE = 256 << 10
@@ -75,12 +74,12 @@ class Connection:
         schema: str,
         token: str | None,
         limits: IpcLimits,
-        roots: Sequence[str] | None,
+        allowed: Allowed,
     ) -> None:
         self._engine = engine
         self._stream = stream
         self._limits = limits
-        self._roots = roots
+        self._allowed = allowed
         self._session = ServerSession(schema, limits, token)
         self._requests: dict[int, _Request] = {}
         self._calls: dict[int, anyio.CancelScope] = {}
@@ -324,7 +323,7 @@ class Connection:
         failure = None
         try:
             with scope:
-                result = await answer(self._engine, verb, self._uploads, self._roots)
+                result = await answer(self._engine, verb, self._uploads, self._allowed)
         except RotaError as error:
             failure = to_failure(error)
         except Exception as error:

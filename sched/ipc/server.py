@@ -23,6 +23,7 @@ from .address import Address, TcpAddress, keep_alive, listen, parse_address
 from .connection import Connection
 from .framing import Framing
 from .limits import IpcLimits
+from .verbs import Allowed
 
 _log = logging.getLogger("rota.sched.ipc")
 
@@ -36,6 +37,7 @@ class IpcServer:
         limits: see :class:`IpcLimits`.
         roots: directories adapters may be loaded from, by path; ``None``: any the engine can read
             (fit for a Unix socket, which only the same user can open).
+        peers: weight peers (``host:port``) frontends may name; ``None``: any.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class IpcServer:
         token: str | None = None,
         limits: IpcLimits | None = None,
         roots: Sequence[str] | None = None,
+        peers: Sequence[str] | None = None,
     ) -> None:
         self._engine = engine
         self._token = token
         self._limits = limits or IpcLimits()
-        self._roots = roots
+        self._allowed = Allowed(
+            None if roots is None else tuple(roots), None if peers is None else tuple(peers)
+        )
         self._schema = wire.schema_hash()
         self.connections = 0
 
@@ -104,7 +109,7 @@ class IpcServer:
                 schema=self._schema,
                 token=self._token,
                 limits=self._limits,
-                roots=self._roots,
+                allowed=self._allowed,
             )
             await connection.run()
         except Exception:

@@ -81,16 +81,42 @@ def to_outcome(reply: AdapterReply) -> wire.Outcome:
     return wire.Outcome(*(getattr(reply, name) for name in wire.Outcome.__struct_fields__))
 
 
-def _source(
-    source: wire.Source | None, uploads: Uploads, roots: Sequence[str] | None
-) -> str | BytesSource | None:
+def _peer(source: wire.FromPeer, peers: Sequence[str] | None) -> Any:
+    from ...rdma.client import Peer
+
+    if peers is not None and source.address not in peers:
+        raise CommandError(
+            "the weight peer is not in the allow-list",
+            code="peer-not-allowed",
+            subject=source.address,
+        )
+    return Peer(
+        source.address,
+        source.adapter,
+        secret=source.secret,
+        packed=source.packed,
+        rails=source.rails,
+        deadline_s=source.deadline_s,
+    )
+
+
+class Allowed(msgspec.Struct, frozen=True):
+    """What frontends may name: directories under ``roots``, weight peers; ``None``: any."""
+
+    roots: tuple[str, ...] | None = None
+    peers: tuple[str, ...] | None = None
+
+
+def _source(source: wire.Source | None, uploads: Uploads, allowed: Allowed) -> Any:
     match source:
         case None:
             return None
         case wire.Place(path):
-            return allowed_directory(path, roots)
+            return allowed_directory(path, allowed.roots)
         case wire.Uploaded(upload):
             return uploads.take(upload)
+        case wire.FromPeer():
+            return _peer(source, allowed.peers)
 
 
 def _needed(source: _T | None) -> _T:
@@ -136,13 +162,11 @@ def _messages(data: bytes) -> Any:
         ) from error
 
 
-async def answer(
-    engine: Any, verb: wire.Verb, uploads: Uploads, roots: Sequence[str] | None
-) -> wire.Answer:
+async def answer(engine: Any, verb: wire.Verb, uploads: Uploads, allowed: Allowed) -> wire.Answer:
     """Carry out one verb. Raises RotaError."""
     match verb:
         case wire.Adapter():
-            source = _source(verb.source, uploads, roots)
+            source = _source(verb.source, uploads, allowed)
             return to_outcome(await _adapter(engine, verb, source))
         case wire.Named():
             return to_outcome(await _named(engine, verb))

@@ -155,7 +155,18 @@ class Uploaded(msgspec.Struct, frozen=True, tag="upload", array_like=True):
     upload: int
 
 
-Source = Place | Uploaded
+class FromPeer(msgspec.Struct, frozen=True, tag="peer", array_like=True):
+    """A source: an adapter of a weight peer, as ``rota.Peer``; the engine fetches it itself."""
+
+    address: str
+    adapter: str
+    secret: bytes | None
+    packed: Literal["auto", "always", "never"]
+    rails: int
+    deadline_s: float
+
+
+Source = Place | Uploaded | FromPeer
 
 
 class Adapter(msgspec.Struct, frozen=True, tag="adapter", array_like=True):

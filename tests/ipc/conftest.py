@@ -34,13 +34,15 @@ class World:
 
     async def settled(self) -> None:
         """Wait until the engine has nothing left to do."""
-        while not self.engine.core.idle():
-            await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(20):
+            while not self.engine.core.idle():
+                await anyio.lowlevel.checkpoint()
 
     async def alone(self) -> None:
         """Wait until the last frontend's connection has ended."""
-        while self.server.connections:
-            await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(20):
+            while self.server.connections:
+                await anyio.lowlevel.checkpoint()
 
 
 Serving = Callable[..., AbstractAsyncContextManager[World]]

@@ -19,6 +19,7 @@ from rota.errors import (
     EngineClosedError,
     RejectError,
     RequestError,
+    StagingError,
     WireError,
 )
 from rota.sched.ipc.address import TcpAddress, UnixAddress, parse_address
@@ -120,6 +121,16 @@ async def test_paths_outside_the_allow_list_are_refused(serving: Any, tmp_path: 
             with pytest.raises(CommandError) as caught:
                 await engine.load("no", path)
             assert caught.value.code == "path-not-allowed"
+
+
+async def test_weight_peers_outside_the_allow_list_are_refused(serving: Any) -> None:
+    async with serving(peers=["127.0.0.1:9"]) as world, world.connect() as engine:
+        with pytest.raises(CommandError) as caught:
+            await engine.load("x", rota.Peer("10.0.0.1:9", "x"))
+        assert caught.value.code == "peer-not-allowed"
+        with pytest.raises(StagingError) as nobody:
+            await engine.load("x", rota.Peer("127.0.0.1:9", "x", deadline_s=5.0))
+        assert nobody.value.code
 
 
 async def test_a_large_adapter_travels_in_chunks(serving: Any) -> None:

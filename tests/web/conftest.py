@@ -43,8 +43,9 @@ class Face:
         return await self.http.post(path, json=body, headers=headers)
 
     async def settled(self) -> None:
-        while not self.engine.core.idle():
-            await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(20):
+            while not self.engine.core.idle():
+                await anyio.lowlevel.checkpoint()
 
 
 Serving = Callable[..., AbstractAsyncContextManager[Face]]
