@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from ..errors import RotaError
+from ..rdma.peercli import add_peer_parser, run_peer
+from .inspect_adapter import add_inspect_parser, run_inspect
+from .serve.entry import add_serve_parser, run_serve
+from .serve.top import add_top_parser, run_top
 
 #: Exit codes of every command: fine, refused by name, unreadable or wrongly called.
 OK, REFUSED, UNREADABLE = 0, 1, 2
@@ -45,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the base model (default: 1)"
     )
+    add_serve_parser(commands)
+    add_inspect_parser(commands)
+    add_peer_parser(commands)
+    add_top_parser(commands)
     return parser
 
 
@@ -73,22 +82,37 @@ def _demo(args: argparse.Namespace, console: Console) -> int:
     return OK
 
 
+def _refused(error: BaseException) -> int:
+    line = Text.assemble(("refused ", "bold red"), str(error))
+    Console(stderr=True, soft_wrap=True).print(line)
+    return REFUSED
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    "fetch-demo-model": _fetch,
+    "demo": _demo,
+    "serve": run_serve,
+    "inspect": run_inspect,
+    "peer": run_peer,
+    "top": run_top,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
     console = Console()
-    run = {"fetch-demo-model": _fetch, "demo": _demo}[args.command]
+    run = _COMMANDS[args.command]
     try:
         return run(args, console)
     except RotaError as error:
-        Console(stderr=True).print(f"[bold red]refused[/] {error}", highlight=False)
-        return REFUSED
+        return _refused(error)
     except ExceptionGroup as group:
         known, rest = group.split(RotaError)
         if rest is not None or known is None:
             raise
         for refusal in known.exceptions:
-            Console(stderr=True).print(f"[bold red]refused[/] {refusal}", highlight=False)
+            _refused(refusal)
         return REFUSED
     except KeyboardInterrupt:
         return 130

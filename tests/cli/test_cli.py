@@ -1,0 +1,55 @@
+"""The command line as a caller sees it: exit codes, codes in the text, JSON that parses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.sched.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "tests" / "data" / "oracle" / "llama"
+
+
+def inspect(capsys: Any, adapter: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    code = main(["inspect", str(adapter), "--model", str(LLAMA / "base"), "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_inspect_accepts_with_a_report(capsys: Any) -> None:
+    code, report = inspect(capsys, LLAMA / "adapters" / "attn_mlp_r8")
+    assert code == 0 and report["accepted"] and report["ranks"] == [[8, 14]]
+    assert len(report["delta_norm_per_layer"]) == 2 and len(report["digest"]) == 64
+
+
+def test_inspect_refuses_with_the_exact_code(capsys: Any) -> None:
+    code, report = inspect(capsys, LLAMA / "adapters" / "rslora_r16_bf16", "--max-lora-rank", "8")
+    assert code == 1 and report["code"] == "REJECT[rank-exceeds-pool]"
+    assert "8" in report["expected"] and "16" in report["found"]
+
+
+def test_inspect_of_nothing_is_unreadable(capsys: Any, tmp_path: Path) -> None:
+    code, report = inspect(capsys, tmp_path / "absent")
+    assert code == 2 and not report["accepted"]
+
+
+def test_the_table_shows_codes_and_shapes_in_full(capsys: Any) -> None:
+    model = str(LLAMA / "base")
+    other = ROOT / "examples" / "adapters" / "pirate"
+    assert main(["inspect", str(other), "--model", model]) == 1
+    assert "REJECT[" in capsys.readouterr().out
+
+
+def test_a_refusal_names_its_code_on_stderr(capsys: Any, tmp_path: Path) -> None:
+    assert main(["inspect", str(tmp_path), "--model", str(tmp_path)]) == 1
+    assert "refused [" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "inspect", "peer", "top", "demo", "fetch-demo-model"])
+def test_every_command_explains_itself(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0 and "usage: rota" in capsys.readouterr().out
