@@ -29,7 +29,12 @@ async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any
     broken = Proxy(address, "cut", 3000)
     silent = Proxy(address, "half-open", 100)
     quick = Times(handshake=0.3, reply=0.3, stall=0.3)
-    sizes: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 16, "kv_bytes": 1 << 22}
+    sizes: dict[str, Any] = {
+        "max_loras": 2,
+        "max_lora_rank": 16,
+        "kv_bytes": 1 << 22,
+        "use_numba": False,
+    }
     try:
         async with rota.Engine(root / "base", dtype="float32", **sizes) as engine:
 
