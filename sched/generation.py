@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +36,19 @@ class Generation:
         if event is None:
             raise StopAsyncIteration
         return event
+
+    @property
+    def over(self) -> bool:
+        """Ended, and everything has been read."""
+        return self._stream.over
+
+    def on_ready(self, call: Callable[[], None]) -> None:
+        """``call()`` on the loop's thread whenever :meth:`poll` has something to give."""
+        self._stream.on_ready(call)
+
+    def poll(self, limit: int) -> list[GenerationEvent]:
+        """Up to ``limit`` events without waiting; see :meth:`Stream.poll`."""
+        return self._stream.poll(limit)
 
     async def take(self, limit: int) -> list[GenerationEvent]:
         """The next events, one at least and ``limit`` at most, as many as are at hand; empty after

@@ -66,6 +66,7 @@ class Stream:
         self._ended = False
         self._index = 0
         self._wake = anyio.Event()
+        self._on_ready: Callable[[], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -109,7 +110,7 @@ class Stream:
                 )
             else:
                 self._events.append(GenerationEvent(None, tail, reason, adapter_id, self._index))
-        self._wake.set()
+        self._ready()
 
     def flush(self) -> None:
         """End of a turn: what was pushed may be read."""
@@ -119,10 +120,36 @@ class Stream:
         if self._last is not None:
             self._events.append(self._last)
             self._last = None
-            self._wake.set()
+            self._ready()
+
+    def _ready(self) -> None:
+        self._wake.set()
+        if self._on_ready is not None:
+            self._on_ready()
 
     def _tail(self) -> str:
         return "" if self._stopped or self._text is None else self._text.finish()
+
+    @property
+    def over(self) -> bool:
+        """Ended, and everything has been read."""
+        return self._ended and not self._events and self._error is None
+
+    def on_ready(self, call: Callable[[], None]) -> None:
+        """``call()`` whenever there is more for :meth:`poll` (now, too, if there is): for one
+        reader of many streams, that a task for each would slow down."""
+        self._on_ready = call
+        if self._events or self._ended:
+            call()
+
+    def poll(self, limit: int) -> list[GenerationEvent]:
+        """Up to ``limit`` events without waiting, none if there are none now. Raises the error
+        that ended the stream, after the last of its events."""
+        events = self._events
+        if not events and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return [events.popleft() for _ in range(min(limit, len(events)))]
 
     async def take(self, limit: int) -> list[GenerationEvent]:
         """At least one event and at most ``limit``: what can be read without waiting twice; empty

@@ -1,14 +1,16 @@
 """One frontend's connection, at the engine's end.
 
-Owns the tasks of one connection: a reader, a writer, one pump for each request and one task for
-each call. Invariants: the output buffer is bounded (pumps wait above ``high_water``, credits bound
-each request), so a slow frontend slows its own requests only; when the connection ends, however it
-ends, every request of it is cancelled.
+Owns the tasks of one connection: a reader, a writer that collects what all its requests have ready,
+and one task for each call. Invariants: the output buffer is bounded (nothing is collected above
+``high_water``, credits bound each request), so a slow frontend slows its own requests only; when
+the connection ends, however it ends, every request of it is cancelled.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,7 +18,7 @@ import anyio.abc
 
 from ... import __version__
 from ...errors import CapacityError, RotaError, WireError
-from ..face import DEFAULT, GenerationLike
+from ..face import DEFAULT, Polled
 from ..failures import to_failure
 from . import wire
 from .address import shut
@@ -28,26 +30,21 @@ _log = logging.getLogger("rota.sched.ipc")
 _RECEIVE = 256 << 10
 _LONG_PROMPT = 4096
 _BATCH = 256
+_ALL = 1 << 30
 _LAST_WORDS_S = 1.0
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
 class _Request:
-    """A request's credit and the generation it reads."""
+    """A request, its credit, and the generation it reads (``None`` until it has begun)."""
 
-    __slots__ = ("cancelled", "credit", "generation", "wake")
+    __slots__ = ("cancelled", "credit", "generation", "ident")
 
-    def __init__(self, credit: int) -> None:
+    def __init__(self, ident: int, credit: int) -> None:
+        self.ident = ident
         self.credit = credit
         self.cancelled = False
-        self.generation: GenerationLike | None = None
-        self.wake = anyio.Event()
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.generation is not None:
-            self.generation.cancel()
-        self.wake.set()
+        self.generation: Polled | None = None
 
 
 def card_of(info: Any) -> wire.ModelCard:
@@ -82,6 +79,7 @@ class Connection:
         self._allowed = allowed
         self._session = ServerSession(schema, limits, token)
         self._requests: dict[int, _Request] = {}
+        self._ready: dict[int, _Request] = {}
         self._calls: dict[int, anyio.CancelScope] = {}
         self._uploads = Uploads(limits.max_uploads, limits.max_upload_bytes)
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -102,6 +100,10 @@ class Connection:
                 await self._last_words()
         finally:
             self._session.close()
+            for request in self._requests.values():
+                if request.generation is not None:
+                    request.generation.cancel()
+            self._requests.clear()
             await anyio.aclose_forcefully(self._stream)
 
     async def _welcome(self) -> bool:
@@ -173,9 +175,11 @@ class Connection:
     async def _write(self) -> None:
         frames = self._session.frames
         while True:
+            self._collect()
             if not frames.pending:
                 self._wake = anyio.Event()
                 await self._wake.wait()
+                continue
             data = frames.data_to_send()
             self._sending = True
             self._drained.set()
@@ -202,8 +206,7 @@ class Connection:
             case wire.Credit(request, events):
                 self._credit(request, events)
             case wire.Cancel(request):
-                if (found := self._requests.get(request)) is not None:
-                    found.cancel()
+                self._cancel(request)
             case wire.Call(call, verb):
                 self._call(call, verb)
             case wire.CancelCall(call):
@@ -238,9 +241,47 @@ class Connection:
             )
             self._send(wire.Ended(message.request, to_failure(full)))
             return
-        request = _Request(min(max(0, message.credit), self._limits.max_credit))
+        request = _Request(message.request, min(max(0, message.credit), self._limits.max_credit))
         self._requests[message.request] = request
-        self._tasks.start_soon(self._pump, message, request)
+        if isinstance(message.prompt, str) and len(message.prompt) > _LONG_PROMPT:
+            self._tasks.start_soon(self._encode, message.prompt, message, request)
+        else:
+            self._start(message.prompt, message, request)
+
+    async def _encode(self, text: str, message: wire.Generate, request: _Request) -> None:
+        """Tokenize a long prompt off the loop, then begin."""
+        try:
+            ids = await in_thread(self._engine.tokenizer.encode, text)
+        except RotaError as error:
+            self._end(request, error)
+        else:
+            self._start(ids, message, request)
+
+    def _start(
+        self, prompt: str | Sequence[int], message: wire.Generate, request: _Request
+    ) -> None:
+        if request.cancelled:
+            self._end(request, None)
+            return
+        try:
+            request.generation = self._engine.generate(
+                prompt,
+                DEFAULT if message.use_default else message.adapter,
+                message.sampling,
+                priority=message.priority,
+                deadline_s=message.deadline_s,
+            )
+        except Exception as error:
+            if not isinstance(error, RotaError):
+                _log.exception("a request failed unexpectedly")
+            self._end(request, error)
+            return
+        assert request.generation is not None
+        request.generation.on_ready(partial(self._is_ready, request))
+
+    def _is_ready(self, request: _Request) -> None:
+        self._ready[request.ident] = request
+        self._wake.set()
 
     def _credit(self, ident: int, events: int) -> None:
         request = self._requests.get(ident)
@@ -249,57 +290,52 @@ class Connection:
         if events < 0:
             raise WireError("negative credit", code="wire-malformed")
         request.credit = min(request.credit + events, self._limits.max_credit)
-        request.wake.set()
+        self._is_ready(request)
 
-    async def _pump(self, message: wire.Generate, request: _Request) -> None:
-        failure = None
-        try:
-            await self._follow(message, request)
-        except RotaError as error:
-            failure = to_failure(error)
-        except Exception as error:  # a bug must not take the other requests down
-            _log.exception("a request failed unexpectedly")
-            failure = to_failure(error)
-        finally:
-            del self._requests[message.request]
-        self._send(wire.Ended(message.request, failure))
-
-    async def _follow(self, message: wire.Generate, request: _Request) -> None:
-        prompt: Any = message.prompt
-        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT:
-            prompt = await in_thread(self._engine.tokenizer.encode, prompt)
-        if request.cancelled:
+    def _cancel(self, ident: int) -> None:
+        request = self._requests.get(ident)
+        if request is None:
             return
-        generation: GenerationLike = self._engine.generate(
-            prompt,
-            DEFAULT if message.use_default else message.adapter,
-            message.sampling,
-            priority=message.priority,
-            deadline_s=message.deadline_s,
-        )
+        request.cancelled = True
+        if request.generation is not None:
+            request.generation.cancel()
+            self._is_ready(request)
+
+    def _collect(self) -> None:
+        """Put into frames what the requests have ready, in turn, as far as credit and the output
+        buffer go; what is left stays ready."""
         frames, high_water = self._session.frames, self._limits.high_water
-        request.generation = generation
-        frames, high_water = self._session.frames, self._limits.high_water
+        for _ in range(len(self._ready)):
+            if frames.pending > high_water:
+                return
+            ident = next(iter(self._ready))
+            request = self._ready.pop(ident)
+            if self._requests.get(ident) is request and request.generation is not None:
+                self._forward(request, request.generation)
+
+    def _forward(self, request: _Request, generation: Polled) -> None:
         try:
-            while True:
-                while not (request.credit or request.cancelled):
-                    request.wake = anyio.Event()
-                    await request.wake.wait()
-                while frames.pending > high_water:
-                    if self._drained.is_set():
-                        self._drained = anyio.Event()
-                    await self._drained.wait()
-                events = await generation.take(min(request.credit, _BATCH) or _BATCH)
-                if not events:
-                    return
-                if request.cancelled:
-                    # Nobody counts on these any more; the last one says how it ended.
-                    events = [e for e in events if e.finish_reason is not None]
-                request.credit = max(0, request.credit - len(events))
-                if events:
-                    self._send(wire.Tokens(message.request, tuple(events)))
-        finally:
-            generation.cancel()
+            if request.cancelled:
+                # Nobody counts on the rest any more; the last one says how it ended.
+                events = [e for e in generation.poll(_ALL) if e.finish_reason is not None]
+            else:
+                events = generation.poll(min(request.credit, _BATCH))
+        except RotaError as error:
+            self._end(request, error)
+            return
+        if events:
+            request.credit = max(0, request.credit - len(events))
+            self._session.send(wire.Tokens(request.ident, tuple(events)))
+        if generation.over:
+            self._end(request, None)
+        elif events and request.credit:
+            # There may be more at hand, or an error: after the others had their turn.
+            self._ready[request.ident] = request
+
+    def _end(self, request: _Request, error: Exception | None) -> None:
+        self._requests.pop(request.ident, None)
+        self._ready.pop(request.ident, None)
+        self._send(wire.Ended(request.ident, None if error is None else to_failure(error)))
 
     # calls --------------------------------------------------------------------------------------
     def _call(self, call: int, verb: wire.Verb) -> None:
