@@ -18,6 +18,7 @@ from .bf16 import (
     ld,
     ld_i32,
     ld_i64,
+    prefetch,
     st,
     st_i32,
     vadd,
@@ -32,10 +33,12 @@ from .bf16 import (
     vst,
     vst_upto,
     vsum,
+    width,
 )
 
 ROW_TILE = 16
 HEADER = 4
+AHEAD = 8
 FIELDS = 5
 
 
@@ -57,6 +60,14 @@ def _widen_row(tag, x, at, k_in, wide, to):
 
 
 @inlined
+def _ask4(base, at, size):
+    """Ask for the next 128 elements of the slot: its regions lie one after the other, but a row of
+    A is too short for the hardware to foresee the next."""
+    for line in range(0, 128 * size, 64):
+        prefetch(base + at + line)
+
+
+@inlined
 def _shrink1(tag, a, k_in, rank, wide, row, row_step, xa):
     """xa[row, :] = x[row] A^T, rounded to the element type; four ranks at a time."""
     whole = k_in - k_in % 32
@@ -65,7 +76,9 @@ def _shrink1(tag, a, k_in, rank, wide, row, row_step, xa):
         a0, a1, a2, a3 = r * k_in, (r + 1) * k_in, (r + 2) * k_in, (r + 3) * k_in
         e0 = vsplat(np.float32(0.0))
         e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
+        ahead = a + (a0 + 4 * k_in) * width(tag)
         for i in range(0, whole, 32):
+            _ask4(ahead, (4 * i) * width(tag), width(tag))
             xe, xo = vld(0.0, wide, x + i), vld(0.0, wide, x + i + 16)
             e, o = vld_pairs(tag, a, a0 + i)
             e0, o0 = vfma(e, xe, e0), vfma(o, xo, o0)
@@ -99,7 +112,9 @@ def _shrink2(tag, a, k_in, rank, wide, row, row_step, xa):
         e0 = vsplat(np.float32(0.0))
         e1, e2, e3, o0, o1, o2, o3 = e0, e0, e0, e0, e0, e0, e0
         f0, f1, f2, f3, p0, p1, p2, p3 = e0, e0, e0, e0, e0, e0, e0, e0
+        ahead = a + (a0 + 4 * k_in) * width(tag)
         for i in range(0, whole, 32):
+            _ask4(ahead, (4 * i) * width(tag), width(tag))
             xe, xo = vld(0.0, wide, x + i), vld(0.0, wide, x + i + 16)
             ze, zo = vld(0.0, wide, z + i), vld(0.0, wide, z + i + 16)
             e, o = vld_pairs(tag, a, a0 + i)
@@ -156,6 +171,8 @@ def _expand(tag, b, n_out, rank, xa, rows, order, first, scale, out, os, column,
                     vst(tag, spare, i, vld_upto(tag, b, o * rank + i, part))
                 else:
                     vst(tag, spare, i, vsplat(np.float32(0.0)))
+        for line in range(0, 16 * rank * width(tag), 64):
+            prefetch(b + (o + 16 * AHEAD) * rank * width(tag) + line)
         for r in range(0, rank, 8):
             c = vld_columns(tag, source, at + r, rank)
             vst(0.0, columns, 16 * r, c[0])
