@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,42 +11,13 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
-import tokenizers
-import torch
 import trio
-from tokenizers import decoders, models, pre_tokenizers
-
-from rota.sched.text.detokenizer import byte_alphabet
 
 ROOT = Path(__file__).resolve().parents[2]
 ORACLE = ROOT / "tests" / "data" / "oracle" / "llama"
 ADAPTER = str(ORACLE / "adapters" / "attn_mlp_r8")
 OTHER = str(ORACLE / "adapters" / "rslora_r16_bf16")
 SMALL: dict[str, Any] = {"dtype": "float32", "max_lora_rank": 16, "kv_bytes": 1 << 22}
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The oracle's llama (128 token ids), with ASCII characters as tokens."""
-    folder = tmp_path_factory.mktemp("model")
-    for file in (ORACLE / "base").iterdir():
-        shutil.copy(file, folder)
-    vocab = {char: byte for char, byte in byte_alphabet().items() if byte < 128}
-    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return str(folder)
 
 
 def example(name: str) -> ModuleType:

@@ -241,8 +241,8 @@ async def test_a_disconnect_cancels_a_whole_answer_too(serving: Any) -> None:
 
 
 async def test_many_streams_while_adapters_are_replaced(serving: Any) -> None:
-    names = [f"a{i}" for i in range(4)]
-    async with serving(socket=True, engine={"max_loras": 6}) as face:
+    names = [f"a{i}" for i in range(8)]
+    async with serving(socket=True, engine={"max_loras": 10}) as face:
         for name in names:
             await face.engine.load(name, (name.encode(), b"{}"))
         versions = {n: {text(n.encode(), 3, 30), text(n.encode() + b"2", 3, 30)} for n in names}
@@ -260,11 +260,11 @@ async def test_many_streams_while_adapters_are_replaced(serving: Any) -> None:
                 await face.engine.replace(name, (name.encode() + (b"2" if i % 2 else b""), b"{}"))
 
         async with anyio.create_task_group() as tasks:
-            for i in range(40):
-                tasks.start_soon(one, names[i % 4])
+            for i in range(100):
+                tasks.start_soon(one, names[i % 8])
             for name in names:
                 tasks.start_soon(replace, name)
-        assert len(seen) == 40
+        assert len(seen) == 100
         assert all(got in versions[name] for name, got in seen), "one answer, one version"
 
 
