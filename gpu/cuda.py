@@ -119,8 +119,7 @@ class CudaDevice(CudaGraphs):
         """See `Device.memset`."""
         if not 0 <= byte <= 255:
             raise DeviceError("bad byte", code="bad-argument", expected="0..255", found=byte)
-        lane = self._lane(stream)
-        self._enter()
+        lane = self._ready_lane(stream)
         block = self._heap.find(addr, nbytes, "device")
         self._work(stream, [block])
         if nbytes:
@@ -128,8 +127,7 @@ class CudaDevice(CudaGraphs):
 
     def copy_h2d(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """See `Device.copy_h2d`."""
-        lane = self._lane(stream)
-        self._enter()
+        lane = self._ready_lane(stream)
         host = self._host_side(src, nbytes, stream)
         block = self._heap.find(dst, nbytes, "device")
         self._work(stream, [block, *host])
@@ -138,8 +136,7 @@ class CudaDevice(CudaGraphs):
 
     def copy_d2h(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """See `Device.copy_d2h`. The driver waits for copies to pageable memory."""
-        lane = self._lane(stream)
-        self._enter()
+        lane = self._ready_lane(stream)
         host = self._host_side(dst, nbytes, stream)
         block = self._heap.find(src, nbytes, "device")
         self._work(stream, [block, *host])
@@ -148,8 +145,7 @@ class CudaDevice(CudaGraphs):
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """See `Device.copy_d2d`."""
-        lane = self._lane(stream)
-        self._enter()
+        lane = self._ready_lane(stream)
         target = self._heap.find(dst, nbytes, "device")
         source = self._heap.find(src, nbytes, "device")
         if dst < src + nbytes and src < dst + nbytes:
@@ -176,6 +172,15 @@ class CudaDevice(CudaGraphs):
                     "a copy with pageable host memory", self._lane(stream).label, capture
                 )
         return []
+
+    def _ready_lane(self, stream: Stream) -> Held:
+        """A stream that takes work now: the device is usable, no broken capture holds it."""
+        lane = self._lane(stream)
+        self._enter()
+        if self._capture is not None:
+            with self._lock:
+                self._capture_of(stream)
+        return lane
 
     def _work(self, stream: Stream, blocks: list[CudaBlock]) -> None:
         """Note work in the capture, if the stream is in one."""
@@ -340,8 +345,7 @@ class CudaDevice(CudaGraphs):
         """See `Device.launch`."""
         if not isinstance(kernel, CudaKernel):
             raise DeviceError("not a kernel of this device", code="bad-handle")
-        lane = self._lane(stream)
-        self._enter()
+        lane = self._ready_lane(stream)
         spec = kernel.spec
         with self._lock:
             try:

@@ -62,6 +62,10 @@ def cuda_machine(request: pytest.FixtureRequest) -> CudaMachine:
         return CudaMachine(None, cache)
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         pytest.skip("no C compiler for the test driver's stub")
+    from rota.errors import DeviceError
     from rota.gpu.fakecuda.load import load
 
-    return CudaMachine(load(ROOT / ".cache" / "fakecuda"), cache)
+    try:
+        return CudaMachine(load(ROOT / ".cache" / "fakecuda"), cache)
+    except DeviceError as error:
+        pytest.skip(f"{error}; run with --gpu to use the GPU instead")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from rota.errors import DeviceError
@@ -27,6 +29,23 @@ from rota.gpu.host_memory import FRESH_BYTE
 
 ONE = (1, 1, 1)
 LIMIT = 1 << 16
+
+
+def fill(addr, n, value):
+    ctypes.memset(addr, value, n)
+
+
+FILL = KernelSpec(
+    "fill",
+    "pii",
+    host=fill,
+    cuda_source="""
+extern "C" __global__ void fill(unsigned char* p, int n, int value) {
+    for (int i = 0; i < n; ++i) p[i] = (unsigned char)value;
+}
+""",
+    footprint=lambda a: [(int(a[0]), int(a[1]), "w")],
+)
 
 
 class Model:
@@ -43,19 +62,18 @@ class DeviceMachine(RuleBasedStateMachine):
     """Both modes of the host device share these rules; subclasses choose."""
 
     checked: bool
+    fresh = None  # what a fresh byte of a device that fills its allocations is
     blocks = Bundle("blocks")
     execs = Bundle("execs")
 
+    def make(self):
+        return HostDevice(checked=self.checked, memory_limit=LIMIT)
+
     @initialize()
     def open(self):
-        def fill(addr, n, value):
-            ctypes.memset(addr, value, n)
-
-        self.device = HostDevice(checked=self.checked, memory_limit=LIMIT)
+        self.device = self.make()
         self.stream = self.device.create_stream(label="s")
-        self.kernel = self.device.load_kernel(
-            KernelSpec("fill", "pii", host=fill, footprint=lambda a: [(int(a[0]), int(a[1]), "w")])
-        )
+        self.kernel = self.device.load_kernel(FILL)
         self.live = []
         self.held = 0
         self.recording = None  # closures over the model, replayed in order, or None
@@ -96,8 +114,7 @@ class DeviceMachine(RuleBasedStateMachine):
             error = self.expect("out-of-memory", lambda: self.device.alloc(size, label=label))
             assert error.subject == label
         else:
-            fresh = FRESH_BYTE if self.checked else None
-            model = Model(self.device.alloc(size, label=label), size, label, fresh)
+            model = Model(self.device.alloc(size, label=label), size, label, self.fresh)
             self.held += rounded
             self.live.append(model)
             return model
@@ -256,6 +273,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
 class CheckedMachine(DeviceMachine):
     checked = True
+    fresh = FRESH_BYTE
 
 
 class ServingMachine(DeviceMachine):
@@ -273,3 +291,19 @@ TestChecked = CheckedMachine.TestCase
 TestChecked.settings = SETTINGS
 TestServing = ServingMachine.TestCase
 TestServing.settings = SETTINGS
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_cuda(cuda_machine, is_checked):
+    if cuda_machine.fake is not None:
+        cuda_machine.fake.reset()
+
+    class CudaMachine(DeviceMachine):
+        checked = is_checked
+
+        def make(self):
+            return cuda_machine.open(checked=is_checked, memory_limit=LIMIT)
+
+    run_state_machine_as_test(CudaMachine, settings=settings(SETTINGS, max_examples=20))
+    if cuda_machine.fake is not None:
+        assert cuda_machine.fake.driver.live() == {}
