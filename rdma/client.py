@@ -82,6 +82,8 @@ class OneSidedRails(Protocol):
         deadline: float,
         cancelled: Cancelled | None,
         landed: Callable[[int], None],
+        *,
+        stall: float,
     ) -> None:
         """Fill ``target`` from the peer's memory. Raises StagingError."""
         ...
@@ -368,8 +370,15 @@ class Peer:
         one_sided = rails is not None and transport is not None and transport.contains(target)
         if region is not None and rails is not None and one_sided:
             address = int.from_bytes(region.address, "little")
-            until = min(session.deadline, self.clock() + self.times.reply)
-            rails.read(target, address, region.rkey, until, session.cancelled, landed)
+            rails.read(
+                target,
+                address,
+                region.rkey,
+                session.deadline,
+                session.cancelled,
+                landed,
+                stall=self.times.stall,
+            )
         else:
             session.link.call(ask, target.data, landed)
 

@@ -24,6 +24,7 @@ from .region import Arena, Region
 log = logging.getLogger("rota.rdma.rails")
 SLICE_S: Final = 0.05
 DRAIN_S: Final = 2.0
+FLUSHED: Final = 5
 STATUS: Final = {
     1: "local length error",
     4: "local protection error",
@@ -126,10 +127,13 @@ class ClientRails(Pairs):
         deadline: float,
         cancelled: Callable[[], bool] | None,
         landed: Callable[[int], None],
+        *,
+        stall: float = 10.0,
     ) -> None:
         """Fill ``target`` (uint8 ``[n]``, of the arena) from the peer's ``address``.
 
-        ``landed`` is told how many bytes from the front are there.
+        ``landed`` is told how many bytes from the front are there. It is over by ``deadline`` (by
+        the clock), and after ``stall`` seconds without a completion.
 
         Raises:
             StagingError: rdma-read-failed (with the status), rdma-broken after an earlier failure,
@@ -140,7 +144,7 @@ class ClientRails(Pairs):
             raise StagingError("the rails are gone after an error", code="rdma-broken")
         flight = _Flight(self.pairs, target, self._lkey, address, rkey)
         try:
-            told = 0
+            told, moving_until = 0, self._clock() + stall
             while True:
                 moved = flight.collect()
                 flight.post()
@@ -151,9 +155,11 @@ class ClientRails(Pairs):
                     return
                 if cancelled is not None and cancelled():
                     raise StagingError("staging was cancelled", code="stage-cancelled")
+                now = self._clock()
                 if moved:
+                    moving_until = now + stall
                     continue
-                left = deadline - self._clock()
+                left = min(deadline, moving_until) - now
                 if left <= 0:
                     raise StagingError("the peer took too long", code="peer-timeout")
                 flight.wait(min(left, SLICE_S))
@@ -212,20 +218,25 @@ class _Flight:
 
     def collect(self) -> bool:
         """Take completions; whether there were any. Raises StagingError rdma-read-failed."""
-        moved = False
+        moved, failures = False, []
         for rail, pair in enumerate(self._pairs):
             for number, status in pair.poll():
                 self._counts[rail] -= 1
                 moved = True
                 if status:
-                    raise StagingError(
-                        "a read of the peer's memory failed",
-                        code="rdma-read-failed",
-                        subject=f"chunk {number}",
-                        expected="status 0",
-                        found=f"status {status}: {STATUS.get(status, 'see ibv_wc_status')}",
-                    )
-                self._done.add(number)
+                    failures.append((status == FLUSHED, number, status))
+                else:
+                    self._done.add(number)
+        if failures:
+            # What was flushed says only that something else had failed before.
+            _, number, status = min(failures)
+            raise StagingError(
+                "a read of the peer's memory failed",
+                code="rdma-read-failed",
+                subject=f"chunk {number}",
+                expected="status 0",
+                found=f"status {status}: {STATUS.get(status, 'see ibv_wc_status')}",
+            )
         while self._front_chunk in self._done:
             self._done.discard(self._front_chunk)
             self._front_chunk += 1

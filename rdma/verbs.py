@@ -147,22 +147,20 @@ class Device:
         )
 
     def _gid(self, index: int | None) -> tuple[int, bytes]:
+        place = 0 if index is None else index
         if index is None:
-            index = 0
             for entry in self._context.query_gid_table(256):
                 if entry.port_num != PORT or entry.gid_type != self.lib.enums.IBV_GID_TYPE_ROCE_V2:
                     continue
                 raw = _gid_bytes(self._context.query_gid(PORT, entry.gid_index))
                 if raw[:12] == bytes(10) + b"\xff\xff":  # an IPv4 address
-                    index = entry.gid_index
+                    place = int(entry.gid_index)
                     break
-        return index, _gid_bytes(self._context.query_gid(PORT, index))
+        return place, _gid_bytes(self._context.query_gid(PORT, place))
 
     def register(self, region: Region) -> None:
         """Let others read the region; sets its rkey. Raises DeviceError verbs-failed."""
-        enums = self.lib.enums
-        access = enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_LOCAL_WRITE
-        handle = self._register(region, access)
+        handle = self._register(region, self.lib.enums.IBV_ACCESS_REMOTE_READ)
         region.rkey = int(handle.rkey)
 
     def register_local(self, region: Region) -> int:
@@ -270,8 +268,9 @@ class QueuePair:
             made.max_dest_rd_atomic = device.depth
             made.min_rnr_timer = 12
             self._qp.to_rtr(made)
-            # 4.096 us * 2**14 = 67 ms a try: a dead peer is known after about 270 ms.
-            made.timeout, made.retry_cnt, made.rnr_retry = 14, 3, 7
+            # 4.096 us * 2**16 = 268 ms a try, 6 tries: a busy peer is given time, a dead one is
+            # known within a few seconds. The reader keeps a deadline of its own in any case.
+            made.timeout, made.retry_cnt, made.rnr_retry = 16, 5, 7
             made.sq_psn = self.psn
             self.depth = min(device.depth, other.depth)
             made.max_rd_atomic = self.depth

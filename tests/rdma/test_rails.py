@@ -233,6 +233,15 @@ def test_own_deadline() -> None:
     bench.over()
 
 
+def test_own_stall_time() -> None:
+    bench = Bench()
+    bench.fabric.stuck = True
+    with pytest.raises(StagingError) as caught:
+        bench.read(stall=0.05)
+    assert caught.value.code == "peer-timeout" and bench.now < 10
+    bench.over()
+
+
 @pytest.mark.parametrize("asked", range(4))
 def test_cancelled(asked: int) -> None:
     bench, count = Bench(2), 0

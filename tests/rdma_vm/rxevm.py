@@ -248,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True, help="folder for what is fetched")
     parser.add_argument("--mem", type=int, default=1536, help="MiB")
-    parser.add_argument("--smp", type=int, default=2)
+    parser.add_argument("--smp", type=int, default=1, help="more stall each other on a busy host")
     parser.add_argument("--cpu", default="Nehalem", help="fastest without KVM")
     parser.add_argument("--timeout", type=float, default=480, help="seconds")
     parser.add_argument("--env", action="append", default=[], metavar="K=V")

@@ -35,8 +35,8 @@ class Meddling:
         rails, meddle = self._transport.open(count), self._meddle
         read = rails.read
 
-        def other(target: Any, address: int, rkey: int, *more: Any) -> None:
-            read(target, *meddle(address, rkey), *more)
+        def other(target: Any, address: int, rkey: int, *more: Any, **named: Any) -> None:
+            read(target, *meddle(address, rkey), *more, **named)
 
         rails.read = other  # type: ignore[method-assign]
         return rails
@@ -106,7 +106,9 @@ def test_peer_killed_in_the_middle(
             doomed.kill()
 
     error = refused(source("large", address=doomed.address, progress=kill))
-    assert error.code == "rdma-read-failed" and "status 12" in str(error.found)
+    # Its memory goes (10), or its queue pair does first and nothing answers any more (12).
+    assert error.code == "rdma-read-failed"
+    assert str(error.found).startswith(("status 10", "status 12")), error.found
     lands(source("large"), expected)
 
 
@@ -126,7 +128,7 @@ def test_cable_cut_and_mended(source: Callable[..., Peer], expected: bytes) -> N
     lands(source("large"), expected)
 
 
-def test_cable_cut_for_longer_than_the_deadline(
+def test_cable_cut_for_longer_than_the_stall_time(
     source: Callable[..., Peer], expected: bytes
 ) -> None:
     """Own deadlines, whatever the device's retries do."""
@@ -134,26 +136,9 @@ def test_cable_cut_for_longer_than_the_deadline(
     def cut(done: int, total: int) -> None:
         subprocess.run(["ip", "link", "set", "vb", "down"], check=True)
 
-    times = Times(reply=0.1)
     try:
-        with pytest.raises(StagingError) as caught:
-            made = source("large", progress=cut)
-            with made._session(None) as session:
-                from rota.gpu.lora.safefile import FileLimits
-
-                manifest = made._open(session, FileLimits())
-                packed = made._pack(session, manifest, LARGE)
-                assert packed.region is not None and session.rails is not None
-                target = made.transport.allocate(packed.nbytes)  # type: ignore[union-attr]
-                session.rails.read(
-                    target,
-                    int.from_bytes(packed.region.address, "little"),
-                    packed.region.rkey,
-                    made.clock() + times.reply,
-                    None,
-                    lambda count: cut(count, 0),
-                )
-        assert caught.value.code == "peer-timeout"
+        error = refused(source("large", progress=cut, times=Times(stall=0.1)))
+        assert error.code == "peer-timeout"
     finally:
         subprocess.run([MEND], check=True)
     lands(source("large"), expected)
