@@ -175,6 +175,11 @@ class SimThread:
         return not self._jobs
 
     async def run(self) -> None:
+        """Until :meth:`stop`. Shielded: a thread is not cancelled with the tasks around it."""
+        with anyio.CancelScope(shield=True):
+            await self._run()
+
+    async def _run(self) -> None:
         while True:
             while self._jobs:
                 job, done = self._jobs.popleft()
