@@ -5,9 +5,8 @@
 Sizes are of the packed slot image (every pair present at the pool's full rank, BF16 files), so that
 all ways move the same bytes. The peer runs in a process of its own; the raw socket is that process
 sending the same number of bytes from the same kind of memory. Medians; page cache warm; wants
-two cores to itself (one receives and hashes, one sends). The loop's
-longest stall is that of an event loop in this process while a worker thread stages. Writes
-bench/results/stage.json.
+two cores to itself (one receives and hashes, one sends). The loop's longest stall is that of an
+event loop in this process while a worker thread stages. Writes bench/results/stage.json.
 """
 
 from __future__ import annotations
@@ -205,7 +204,8 @@ def main() -> int:
         process.join(30)
     out = HERE / "results" / "stage.json"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps({"machine": machine.describe(HERE.parent), "rows": rows}, indent=1) + "\n")
+    record = {"machine": machine.describe(HERE.parent), "rows": rows}
+    out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {out.relative_to(HERE.parent)}")
     return 0
 
