@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StagingError,
         WireError,
     )
+    from .gpu.lora.source import BytesSource, DirectorySource
     from .gpu.model.params import SamplingParams
     from .rdma.client import Peer
     from .sched.engine import Engine
@@ -41,9 +42,11 @@ _HOMES = {
     "GenerationEvent": ".sched.streams",
     "Peer": ".rdma.client",
     "SamplingParams": ".gpu.model.params",
+    "BytesSource": ".gpu.lora.source",
     "CapacityError": ".errors",
     "CommandError": ".errors",
     "DeviceError": ".errors",
+    "DirectorySource": ".gpu.lora.source",
     "EngineClosedError": ".errors",
     "InternalError": ".errors",
     "ModelError": ".errors",
@@ -57,10 +60,12 @@ _HOMES = {
 __all__ = [
     "DEFAULT",
     "AdapterReply",
+    "BytesSource",
     "CapacityError",
     "Client",
     "CommandError",
     "DeviceError",
+    "DirectorySource",
     "Engine",
     "EngineClosedError",
     "GenerationEvent",
