@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ...errors import EngineClosedError, RejectError
+from ...errors import EngineClosedError, RejectError, RequestError
 from ...gpu.lora.safefile import FileLimits
 from ...gpu.lora.source import AdapterSource, BytesSource, DirectorySource, RawAdapter
 from ...gpu.model.params import SamplingParams
@@ -203,6 +203,14 @@ class SimEngine:
         shell = self._live()
         sampling = sampling or SamplingParams()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*prompt]
+        for position, token in enumerate(ids):
+            if not 0 <= token < self.info.vocab_size:
+                raise RequestError(
+                    "a token id outside the vocabulary",
+                    code="bad-token",
+                    subject=f"prompt[{position}]",
+                    found=token,
+                )
         seq = shell.new_id()
         stream = Stream(seq, TextSink(self.tokenizer, sampling.stop, ids), shell.stop_matched)
         named = None if isinstance(adapter, Default) else adapter
