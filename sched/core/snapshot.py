@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .events import Failure
 from .state import State
 from .tables import SeqState
 
@@ -31,7 +32,8 @@ class AdapterStats(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Counts are of now; totals (``steps`` ... ``stage_failures``) are since the start."""
+    """Counts are of now; totals (``steps`` ... ``stage_failures``) are since the start. ``dead``:
+    why nothing is served any more, once the device is dead."""
 
     slots: tuple[SlotStats, ...]
     adapters: tuple[AdapterStats, ...]
@@ -55,6 +57,7 @@ class Stats(msgspec.Struct, frozen=True):
     drained: int
     stages: int
     stage_failures: int
+    dead: Failure | None = None
 
 
 def snapshot(state: State) -> Stats:
@@ -112,4 +115,5 @@ def snapshot(state: State) -> Stats:
         drained=c.drained,
         stages=c.stages,
         stage_failures=c.stage_failures,
+        dead=state.dead,
     )

@@ -66,7 +66,12 @@ class Looking:
         raise RequestError("no model of this name", code="unknown-adapter", subject=wanted)
 
     async def health(self, request: Request) -> Response:
-        await self._text.ping()
+        try:
+            await self._text.ping()
+        except RotaError as error:
+            answer = error_response(error)
+            answer.status_code = 503
+            return answer
         return json_response({"status": "ok"})
 
     async def version(self, request: Request) -> Response:

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 
 from ..core.snapshot import Stats
+from ..failures import to_error
 from ..ipc.client import Client
 from ..text.pieces import token_bytes
 
@@ -53,7 +54,7 @@ class LocalText:
         return lines
 
     async def ping(self) -> None:
-        self._engine.stats()
+        _alive(self._engine.stats())
 
 
 class RemoteText:
@@ -87,7 +88,13 @@ class RemoteText:
         return await self._client.story(subject)
 
     async def ping(self) -> None:
-        await self._client.ping()
+        _alive(await self._client.refresh())
+
+
+def _alive(stats: Stats) -> None:
+    """Raises the error the device died of."""
+    if stats.dead is not None:
+        raise to_error(stats.dead)
 
 
 def text_of(engine: Any) -> Text:

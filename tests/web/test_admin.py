@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rota.errors import DeviceError
 from rota.sched.sim.engine import SimEngine, sim_content, sim_text
 from rota.sched.web.app import create_app
 from rota.sched.web.settings import HttpSettings
@@ -235,6 +236,17 @@ async def test_health_version_and_an_engine_that_is_gone(serving: Any) -> None:
         got = await face.post("/v1/completions", {"prompt": "abc"})
         assert got.status_code == 503 and "retry-after" in got.headers
         assert (await face.http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("ipc", [False, True])
+async def test_a_dead_device_is_not_healthy(serving: Any, ipc: bool) -> None:
+    async with serving(ipc=ipc) as face:
+        dead = DeviceError("gone", code="device-dead")
+        face.engine.executor.faults.before = lambda kind: dead if kind == "step" else None
+        got = await face.post("/v1/completions", {"prompt": "abc"})
+        assert (got.status_code, got.json()["error"]["code"]) == (500, "device-dead")
+        health = await face.http.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "device-dead")
 
 
 def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
