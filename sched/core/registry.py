@@ -58,6 +58,8 @@ class Registry:
         self._images: OrderedDict[int, int] = OrderedDict()
         self._holders: dict[int, int] = {}
         self._versions: dict[int, set[Version]] = {}
+        #: Images that lost their last version or job: dropped by the next trim unless used again.
+        self._loose: set[int] = set()
         self._image_budget = image_bytes
         self.image_bytes = 0
         # A name that comes back must not reuse a generation, or caches keyed by adapter_id would
@@ -109,6 +111,7 @@ class Registry:
         self._holders[image] -= 1
         if not self._holders[image]:
             del self._holders[image]
+            self._loose.add(image)
 
     def knows_image(self, image: int) -> bool:
         return image in self._images
@@ -123,12 +126,18 @@ class Registry:
             users.discard(version)
             if not users:
                 del self._versions[version.image]
+                self._loose.add(version.image)
         version.image = -1
 
     def trim(self) -> list[int]:
-        """Images to drop so that the cache fits: least recently used first, never one that a job
-        holds."""
+        """Images to drop: those no version has any more, then, until the cache fits, the least
+        recently used; never one that a job holds."""
         dropped: list[int] = []
+        for image in sorted(self._loose):
+            if image in self._images and not (image in self._holders or image in self._versions):
+                self.image_bytes -= self._images.pop(image)
+                dropped.append(image)
+        self._loose.clear()
         if self.image_bytes <= self._image_budget:
             return dropped
         for image in list(self._images):
@@ -156,6 +165,9 @@ class Registry:
             raise InternalError("holds and holders disagree", subject="registry")
         if self.image_bytes != sum(self._images.values()):
             raise InternalError("image bytes and images disagree", subject="registry")
+        useful = self._holders.keys() | self._versions.keys() | self._loose
+        if not self._images.keys() <= useful:
+            raise InternalError("an image is kept for nobody", subject="registry")
         over = self.image_bytes > self._image_budget
         if over and any(i not in self._holders for i in self._images):
             raise InternalError("the image cache is over its budget", subject="registry")

@@ -159,6 +159,7 @@ class SimThread:
         self._cost = cost
         self._wake = anyio.Event()
         self._stopped = False
+        self._at_work = False
 
     def start(self) -> None:
         pass
@@ -172,7 +173,7 @@ class SimThread:
         self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
-        return not self._jobs
+        return not self._jobs and not self._at_work
 
     async def run(self) -> None:
         """Until :meth:`stop`. Shielded: a thread is not cancelled with the tasks around it."""
@@ -183,7 +184,9 @@ class SimThread:
         while True:
             while self._jobs:
                 job, done = self._jobs.popleft()
+                self._at_work = True
                 await anyio.sleep(self._cost(job))
+                self._at_work = False
                 try:
                     result = job()
                 except Exception as error:  # as the real thread: handed on
