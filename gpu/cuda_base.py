@@ -371,5 +371,5 @@ class CudaBase:
             if not int(result):
                 return
             log.warning("cuDevicePrimaryCtxRelease said %s", error_name(result))
-            if last:
+            if last and self._dead is None:  # a lost context goes with the process
                 raise self._failed("cuDevicePrimaryCtxRelease", result, self.name)

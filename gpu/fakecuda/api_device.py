@@ -219,8 +219,10 @@ def function_attribute(d: FakeDriver, out: Any, attribute: int, function: int | 
 def function_set(d: FakeDriver, function: int | None, attribute: int, value: int) -> None:
     """cuFuncSetAttribute (8: dynamic shared memory)."""
     d.get(d.functions, function)
-    if attribute == 8 and not 0 <= value <= 227 << 10:
-        raise DriverError(INVALID_VALUE)
+    if attribute == 8:
+        if not 0 <= value <= 227 << 10:
+            raise DriverError(INVALID_VALUE)
+        d.shared_limits[function or 0] = value
 
 
 ENTRIES: Final[Mapping[str, Entry]] = MappingProxyType(

@@ -32,6 +32,8 @@ from .ptx_parse import PARAM_BYTES
 from .queue_model import QUERIES_BEFORE_DONE, Capture, Event, Stream, Wait, Work, drain
 
 UPDATE_FAILURE: Final = 910
+DEFAULT_SHARED: Final = 48 << 10
+"""Shared bytes a block may have before its kernel opts in to more."""
 MAX_GRID: Final = (2**31 - 1, 65535, 65535)
 
 
@@ -265,6 +267,8 @@ def launch(
         return INVALID_VALUE
     if bx * by * bz > program.code.max_threads:
         return 701
+    if shared > d.shared_limits.get(function or 0, DEFAULT_SHARED - program.code.shared_bytes):
+        return INVALID_VALUE
     kinds = program.code.params
     if kinds and not params:
         return INVALID_VALUE

@@ -102,6 +102,7 @@ class FakeDriver:
         self.events: dict[int, Event] = {}
         self.modules: dict[int, dict[str, Program]] = {}
         self.functions: dict[int, tuple[int, Program]] = {}
+        self.shared_limits: dict[int, int] = {}
         self.graphs: dict[int, tuple[Work, ...]] = {}
         self.execs: dict[int, tuple[Work, ...]] = {}
         self.captures: list[Capture] = []

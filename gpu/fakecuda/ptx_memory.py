@@ -47,8 +47,15 @@ def _load_store(code: KernelCode, ins: Instruction) -> Run | None:
     symbol, offset = match.group(1), int(match.group(2) or "0", 0)
     names = [x.strip() for x in (o[0] if loading else o[1]).strip("{}").split(",")]
     what = f"{code.name}: `{ins.text}`"
+    # A signed value loaded into a wider register is extended by its sign.
+    width = code.widths.get(names[0].rstrip("0123456789"), 0)
+    wide = np.dtype(f"i{width}") if loading and want.kind == "i" and width > want.itemsize else None
+
+    def land(s: State, name: str, value: Lanes, sel: Select) -> None:
+        s.put(name, value if wide is None else value.view(want).astype(wide), sel)
+
     if op[1] == "param":
-        return lambda s, sel: s.put(names[0], s.params[symbol], sel)
+        return lambda s, sel: land(s, names[0], s.params[symbol], sel)
     where = _reader(symbol, "u64", code)
     values = [] if loading else [_reader(name, kind, code) for name in names]
     access = _shared if "shared" in op else _global
@@ -65,7 +72,7 @@ def _load_store(code: KernelCode, ins: Instruction) -> Run | None:
         if found is not None:
             for name, value in zip(names, found, strict=True):
                 if name != "_":
-                    s.put(name, value, sel)
+                    land(s, name, value, sel)
 
     return run
 

@@ -20,6 +20,7 @@ SHARED: Final = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)
 LABEL: Final = re.compile(r"^(\$[\w$]+):")
 INSTRUCTION: Final = re.compile(r"(?:@(!?)(%\w+)\s+)?([\w.:]+)\s*(.*?);$", re.S)
 OPERAND: Final = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,]+")
+REGISTERS: Final = re.compile(r"\.reg\s+\.[busf](\d+)\s+(%[a-z]+)<")
 PARAM_BYTES: Final = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
 
 
@@ -38,7 +39,8 @@ class Instruction:
 class KernelCode:
     """One entry: parameters (type, name), code, labels, and where shared variables lie.
 
-    ``shared_bytes`` is static shared memory; a dynamic array starts there.
+    ``shared_bytes`` is static shared memory; a dynamic array starts there. ``widths`` gives the
+    bytes of a register by the letters of its name.
     """
 
     name: str
@@ -48,6 +50,7 @@ class KernelCode:
     shared: dict[str, int]
     shared_bytes: int
     max_threads: int
+    widths: dict[str, int]
 
 
 def parse_module(ptx: str) -> dict[str, KernelCode]:
@@ -95,7 +98,7 @@ def _entry(ptx: str, name: str, params: str, directives: str, body: str) -> Kern
         negated, predicate, op, rest = match.groups()
         operands = tuple(o.strip() for o in OPERAND.findall(rest) if o.strip())
         code.append(Instruction(predicate, negated == "!", tuple(op.split(".")), operands, line))
+    widths = {prefix: int(bits) // 8 for bits, prefix in REGISTERS.findall(body)}
     bound = re.search(r"\.maxntid\s+(\d+)", directives)
-    return KernelCode(
-        name, declared, tuple(code), labels, shared, size, int(bound.group(1)) if bound else 1024
-    )
+    threads = int(bound.group(1)) if bound else 1024
+    return KernelCode(name, declared, tuple(code), labels, shared, size, threads, widths)
