@@ -25,6 +25,7 @@ from .backend import text_of
 from .failures import error_response, json_response
 from .generate import Generating
 from .metrics import HttpMetrics, wall_clock
+from .openapi import describe
 from .settings import HttpSettings
 from .shapes import adapter_model, base_model
 
@@ -76,6 +77,9 @@ class Looking:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(describe())
 
     async def metrics(self, request: Request) -> Response:
         try:
@@ -130,6 +134,7 @@ def create_app(
         *Admin(engine, text, settings, metrics).routes(),
         Route("/health", looking.health, methods=["GET"]),
         Route("/version", looking.version, methods=["GET"]),
+        Route("/openapi.json", looking.openapi, methods=["GET"]),
         Route("/metrics", looking.metrics, methods=["GET"]),
     ]
     return Starlette(

@@ -238,6 +238,20 @@ async def test_health_version_and_an_engine_that_is_gone(serving: Any) -> None:
         assert (await face.http.get("/metrics")).status_code == 200
 
 
+async def test_every_route_is_described_and_every_description_has_a_route(serving: Any) -> None:
+    async with serving() as face:
+        described = (await face.http.get("/openapi.json")).json()
+        routed = {
+            (method.lower(), route.path.replace("{name:path}", "{name}"))
+            for route in face.app.routes
+            for method in route.methods - {"HEAD"}
+        }
+        paths = described["paths"]
+        assert routed == {(method, path) for path, ways in paths.items() for method in ways}
+        chat = described["components"]["schemas"]["ChatRequest"]
+        assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
+
+
 @pytest.mark.parametrize("ipc", [False, True])
 async def test_a_dead_device_is_not_healthy(serving: Any, ipc: bool) -> None:
     async with serving(ipc=ipc) as face:
