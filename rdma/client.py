@@ -46,6 +46,14 @@ _PACKED_UP_TO: Final = 2.0
 conversion, but carries the padding up to the pool's rank."""
 
 
+_ALWAYS: Final = frozenset(("overlay-no-base", "peer-memory-full"))
+_FILES_INSTEAD: Final = {
+    "always": _ALWAYS,
+    "auto": _ALWAYS | {"bad-layout", "fingerprint-mismatch"},
+}
+"""Why a peer may not pack although the adapter can be served: its files come instead."""
+
+
 class OneSided(Protocol):
     """A verbs device with a registered arena, as a client uses it (`verbs.VerbsClient`)."""
 
@@ -184,7 +192,7 @@ class Peer:
                 try:
                     packed = self._pack(session, manifest, layout)
                 except RotaError as error:
-                    if error.code not in ("overlay-no-base", "peer-memory-full"):
+                    if error.code not in _FILES_INSTEAD[self.packed]:
                         raise
                     log.info("no packed image of %s (%s): its files instead", self.adapter, error)
                 else:

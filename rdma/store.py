@@ -24,6 +24,7 @@ from ..gpu.lora.safefile import FileLimits, parse_shards, read_directory
 from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StageLimits, stage
 from .layouts import DigestedAdapter, HeldSource, chunk_digests
+from .messages import MAX_IDS
 from .region import Region
 
 _YOUNG_NS = 2_000_000_000
@@ -99,6 +100,9 @@ class Store:
         limits: bounds.
         registrar: a verbs device, or ``None``.
         clock_ns: wall clock, to know young files.
+
+    Raises:
+        RequestError: too-many-adapters.
     """
 
     def __init__(
@@ -108,6 +112,13 @@ class Store:
         registrar: Registrar | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        if len(directories) > MAX_IDS:
+            raise RequestError(
+                "more adapters than one peer serves",
+                code="too-many-adapters",
+                expected=f"at most {MAX_IDS}",
+                found=len(directories),
+            )
         self.limits = StoreLimits() if limits is None else limits
         self._registrar, self._clock_ns = registrar, clock_ns
         self._places = {name: _Place(path) for name, path in directories.items()}

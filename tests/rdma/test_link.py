@@ -163,3 +163,40 @@ def test_an_image_that_does_not_fit_is_refused(
     with pytest.raises(WireError) as caught:
         stage(source(link, kit, packed="always"), kit.small)
     assert caught.value.code == "packed-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "lands"),
+    [
+        ("auto", "fingerprint-mismatch", True),
+        ("auto", "bad-layout", True),
+        ("auto", "peer-memory-full", True),
+        ("always", "peer-memory-full", True),
+        ("always", "bad-layout", False),
+        ("auto", "peer-internal", False),
+    ],
+)
+def test_a_peer_that_cannot_pack_sends_the_files(
+    kit: Any, simulated: Any, store: Store, folder: Path, mode: str, code: str, lands: bool
+) -> None:
+    """A peer of another version lays slots out differently: the engine packs for itself."""
+    from rota.errors import WireError
+    from rota.rdma.desk import Answer, refusal
+
+    link = simulated(store, 6)
+    handle = link.desk.handle
+
+    def other(message: Any) -> Any:
+        if isinstance(message, m.Pack):
+            return Answer(refusal(WireError("no", code=code)))
+        return handle(message)
+
+    link.desk.handle = other
+    made = source(link, kit, packed=mode)
+    if lands:
+        disk = stage(DirectorySource(folder), kit.small)
+        assert stage(made, kit.small).image.buffer.tobytes() == disk.image.buffer.tobytes()
+    else:
+        with pytest.raises(RotaError) as caught:
+            stage(made, kit.small)
+        assert caught.value.code == code

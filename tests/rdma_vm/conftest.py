@@ -93,13 +93,19 @@ def write_adapter(folder: Path, layout: SlotLayout, rank: int, seed: int, dtype:
 class PeerProcess:
     """``rota peer`` on rxe1 in a process of its own."""
 
-    def __init__(self, folders: dict[str, Path], secret: Path | None, *more: str) -> None:
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        secret: Path | None,
+        *more: str,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         names = [f"{name}={path}" for name, path in folders.items()]
         arguments = [*names, "--port", "0", "--rdma-device", "rxe1", *more]
         if secret is not None:
             arguments += ["--secret-file", str(secret)]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "peer_process.py"), *arguments],
+            [*prefix, sys.executable, str(HERE / "peer_process.py"), *arguments],
             stdout=subprocess.PIPE,
             stderr=sys.stderr,
             text=True,
