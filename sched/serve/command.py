@@ -23,6 +23,7 @@ from ..ipc.client import connect
 from ..ipc.server import IpcServer
 from ..web.app import create_app
 from .options import Options, ServeConfig
+from .protocol import protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +93,7 @@ async def _http(
     server = _Server(
         uvicorn.Config(
             create_app(engine, options.http),
-            http="h11",
+            http=protocol(config.header_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -39,6 +39,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ipc_token: str | None = None
     threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
     keep_alive_s: Annotated[int, msgspec.Meta(ge=1)] = 75
+    header_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 30.0
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 64 << 10
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -64,6 +65,7 @@ HELP: dict[str, str] = {
     "ipc_token": "secret of frontends; better in the file than on the command line",
     "threads": "CPU threads of the base model",
     "keep_alive_s": "seconds an idle HTTP connection is kept",
+    "header_timeout_s": "seconds a request's headers may take to arrive",
     "max_header_bytes": "bytes of one request's headers",
     "max_connections": "HTTP connections at a time; more get 503",
     "log_level": "debug, info, warning or error",

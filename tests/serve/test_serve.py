@@ -144,6 +144,26 @@ async def test_an_engine_process_a_frontend_and_top(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: "])
+async def test_headers_that_never_come_close_the_connection(tmp_path: Path, sent: bytes) -> None:
+    config = options("m", "--port", "0", "--header-timeout-s", "0.1")
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(partial(serve, config, quiet(), engine=simulated))
+        host, port = url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            if sent:
+                await stream.send(sent)
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        # An idle connection between two requests is not one that sends headers slowly.
+        async with httpx2.AsyncClient() as http:
+            for pause in (0.0, 0.3):
+                await anyio.sleep(pause)
+                assert (await http.get(f"{url}/health")).status_code == 200
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
 async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
     config = options("m", "--port", "0", "--ipc", str(tmp_path / "rota.sock"))
     kept: list[SimEngine] = []
