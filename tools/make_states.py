@@ -1,0 +1,78 @@
+"""Make docs/states.md from the core's transition tables: ``python tools/make_states.py [--check]``.
+
+``--check`` writes nothing and exits 1 if the file is not what the tables say.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rota.sched.core.jobs import JOB_TABLE, JobState
+from rota.sched.core.tables import SEQ_TABLE, SLOT_TABLE, SeqState, SlotState
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "states.md"
+INTRO = """# States of slots, sequences and adapter jobs
+
+Made from the tables in `sched/core/tables.py` and `sched/core/jobs.py` by `tools/make_states.py`;
+do not edit by hand. A pair of state and event that is not drawn here is an error that carries the
+story of the thing it happened to.
+"""
+WAIT = """## How long a cold adapter waits
+
+From the moment its image is ready until its slot is chosen, a job waits at most
+
+    (drain_after_s + longest lease) * (1 + slots given to others meanwhile)
+
+and two steps and the commits in between.
+
+*Longest lease* is the longest any sequence holds a slot. With an idle victim it waits for
+nothing. Without one, after `drain_after_s` the least recently used busy slot that is not pinned
+stops giving leases; its running sequences end within their own length. Jobs are given slots in
+the order they began to wait, and a slot drained for one job but taken by an earlier one is made
+good by the earlier one's. Before the image is ready a job waits for staging, and while
+`2 * max_loras + spare_jobs` jobs are in hand, for one of those to finish (commands before misses);
+that time counts towards `drain_after_s`. If every slot is pinned nothing is waited for: the job
+fails with POOL_FULL.
+"""
+
+
+def diagram(
+    title: str,
+    first: enum.Enum,
+    table: Mapping[tuple[enum.Enum, enum.Enum], enum.Enum],
+) -> str:
+    """One Mermaid state diagram and the same as a table."""
+    lines = [f"## {title}", "", "```mermaid", "stateDiagram-v2", f"    [*] --> {first.value}"]
+    left = {state for state, _ in table}
+    lines += [f"    {s.value} --> {t.value}: {e.value}" for (s, e), t in table.items()]
+    ends = dict.fromkeys(t for t in table.values() if t not in left)
+    lines += [f"    {state.value} --> [*]" for state in ends]
+    lines += ["```", "", "| state | event | becomes |", "|---|---|---|"]
+    lines += [f"| {s.value} | {e.value} | {t.value} |" for (s, e), t in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """The whole file."""
+    parts = [
+        INTRO,
+        diagram("Slot", SlotState.EMPTY, SLOT_TABLE),
+        diagram("Sequence", SeqState.WAITING, SEQ_TABLE),
+        diagram("Adapter job", JobState.QUEUED, JOB_TABLE),
+        WAIT,
+    ]
+    return "\n".join(parts)
+
+
+def main(argv: list[str]) -> int:
+    if "--check" in argv:
+        return int(TARGET.read_text() != document())
+    TARGET.write_text(document())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
