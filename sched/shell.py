@@ -72,7 +72,10 @@ class Shell:
         self._streams: dict[int, Stream] = {}
         self._openings: dict[int, Opening] = {}
         self._pending: dict[int, Pending] = {}
+        #: Sources by id, and ids by place. A place is kept as it was when its source was named: a
+        #: link may point elsewhere by the time the source is dropped.
         self._sources: dict[int, Any] = {}
+        self._places: dict[int, object] = {}
         self._source_ids: dict[object, int] = {}
         self._outputs: tuple[int, list[OutputLike]] = (0, [])
         self._touched: dict[int, Stream] = {}
@@ -124,6 +127,7 @@ class Shell:
         ident = self._source_ids.get(key)
         if ident is None:
             ident = self._source_ids[key] = self.new_id()
+            self._places[ident] = key
         self._sources[ident] = source
         return ident
 
@@ -205,7 +209,7 @@ class Shell:
         _log.error("the engine stops serving", exc_info=error)
         self.broken = to_error(to_failure(error))
         self._inbox.clear()
-        self._stager.cancel_all()
+        self._stager.abandon_all()
         for stream in list(self._streams.values()):
             if not stream.ended:
                 stream.push_end("error", 0, self.broken)
@@ -279,7 +283,7 @@ class Shell:
         pending.done.set()
 
     def _drop_source(self, source: int) -> None:
-        self._source_ids.pop(source_key(self._sources.pop(source)), None)
+        del self._sources[source], self._source_ids[self._places.pop(source)]
 
     def stop_matched(self, seq: int) -> None:
         """A stream's text hit a stop string (called while a token is pushed)."""

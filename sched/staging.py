@@ -56,6 +56,7 @@ class StageRunner(Protocol):
     async def run(self, stage: int, source: Any) -> StageOutcome: ...
     def cancel(self, stage: int) -> None: ...
     def cancel_all(self) -> None: ...
+    def abandon_all(self) -> None: ...
     def keep(self, image: int, outcome: StageOutcome, source: Any) -> None: ...
     def drop(self, image: int) -> None: ...
     def drop_all(self) -> None: ...
@@ -94,20 +95,22 @@ class Stager:
         self.images: dict[int, Staged] = {}
         self._by_signature: dict[tuple[object, Signature], int] = {}
         self._cancelled: dict[int, threading.Event] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def run(self, stage: int, source: Any) -> StageOutcome:
         """Stage ``source``. Raises RejectError (the adapter's fault) or StagingError."""
         flag = self._cancelled[stage] = threading.Event()
         try:
-            with anyio.CancelScope(shield=True):
-                # The thread cannot be stopped from outside; its flag can. Shielded, so that its
-                # image is never orphaned between the thread's end and ours.
+            # The thread cannot be stopped from outside; its flag can. Shielded, so that its image
+            # is never orphaned between the thread's end and ours; only abandon_all ends the wait.
+            with anyio.CancelScope(shield=True) as scope:
+                self._scopes[stage] = scope
                 return await anyio.to_thread.run_sync(
-                    self._work, source, flag, limiter=self._limiter
+                    self._work, source, flag, limiter=self._limiter, abandon_on_cancel=True
                 )
         finally:
-            del self._cancelled[stage]
-        raise AssertionError("nobody cancels the scope above")
+            del self._cancelled[stage], self._scopes[stage]
+        raise StagingError("staging did not end; its thread is left behind", code="stage-abandoned")
 
     def cancel(self, stage: int) -> None:
         flag = self._cancelled.get(stage)
@@ -117,6 +120,13 @@ class Stager:
     def cancel_all(self) -> None:
         for flag in self._cancelled.values():
             flag.set()
+
+    def abandon_all(self) -> None:
+        """Wait for no stage any more (a dead disk or peer must not hold up the end). Threads still
+        at work end by themselves, unheard; they touch nothing but their own memory."""
+        self.cancel_all()
+        for scope in list(self._scopes.values()):
+            scope.cancel()
 
     def keep(self, image: int, outcome: StageOutcome, source: Any) -> None:
         """Hold a staged image under its id, and remember what it was read from."""

@@ -7,8 +7,10 @@ recorder stops at its byte limit with a last line whose event is null; what is b
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +20,8 @@ from ...errors import RequestError
 from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
+
+_log = logging.getLogger("rota.sched.replay")
 
 FORMAT = "rota-trace"
 VERSION = 1
@@ -69,12 +73,22 @@ class Recorder:
             return
         kept = tuple(effects) if self._keep else None
         data = _encoder.encode(Line(now, event, digest_of(effects), kept))
-        if len(data) + 64 > self._left:
-            self._write(_encoder.encode(Line(now, None, 0)))
-            self.close()
+        last = len(data) + 64 > self._left
+        if last:
+            data = _encoder.encode(Line(now, None, 0))
+        try:
+            self._write(data)
+            if last:
+                self.close()
+        except OSError as error:
+            # A full disk ends the recording, never the engine.
+            _log.error("recording stops: %s", error)
+            file, self._file = self._file, None
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
             return
-        self.events += 1
-        self._write(data)
+        self.events += not last
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None

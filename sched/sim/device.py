@@ -206,15 +206,17 @@ class SimStager:
     def __init__(self) -> None:
         self.images: dict[int, SimStaged] = {}
         self._flags: dict[int, anyio.Event] = {}
+        self._abandoned: dict[int, anyio.Event] = {}
         self._known: dict[SimSource, int] = {}
 
     async def run(self, stage: int, source: SimSource) -> StageOutcome:
         flag = self._flags[stage] = anyio.Event()
+        gone = self._abandoned[stage] = anyio.Event()
         try:
             with anyio.move_on_after(source.seconds):
-                await (anyio.sleep_forever() if source.deaf else flag.wait())
+                await (gone if source.deaf else flag).wait()
         finally:
-            del self._flags[stage]
+            del self._flags[stage], self._abandoned[stage]
         if flag.is_set():
             raise StagingError("cancelled", code="stage-cancelled")
         if source.error is not None:
@@ -233,6 +235,11 @@ class SimStager:
     def cancel_all(self) -> None:
         for flag in self._flags.values():
             flag.set()
+
+    def abandon_all(self) -> None:
+        self.cancel_all()
+        for gone in self._abandoned.values():
+            gone.set()
 
     def keep(self, image: int, outcome: StageOutcome, source: SimSource) -> None:
         self.images[image] = outcome.staged

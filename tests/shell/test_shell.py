@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from rota.errors import (
@@ -18,6 +21,7 @@ from rota.errors import (
     RejectError,
     RequestError,
     RotaError,
+    StagingError,
 )
 from rota.sched.core import Core, CoreConfig, effects
 from rota.sched.core import events as ev
@@ -25,6 +29,7 @@ from rota.sched.generation import Generation
 from rota.sched.shell import Shell
 from rota.sched.sim import SimExecutor, SimFaults, SimStager, SimThread, token_of
 from rota.sched.sim.device import BASE, SimSource
+from rota.sched.staging import Stager
 from rota.sched.streams import Stream
 
 pytestmark = pytest.mark.anyio
@@ -341,3 +346,72 @@ async def test_a_bug_in_the_core_ends_everything_once_by_name(caplog: Any) -> No
                 pass
         with pytest.raises(InternalError):
             sim.generate(None)
+
+
+async def test_a_moved_link_never_mixes_up_the_places_of_sources(tmp_path: Any) -> None:
+    """The key of a source is what its path meant when it was named, not when it is dropped."""
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "one")
+    async with running() as sim:
+        await sim.load("a", "A", path=str(link))
+        await sim.load("b", "B", path=str(tmp_path / "two"))
+        link.unlink()
+        link.symlink_to(tmp_path / "two")
+        await sim.replace("a", "A2")  # drops the source behind the link
+        two = SimSource("B", path=str(tmp_path / "two"))
+        assert sim.shell.source_id(two) in sim.shell._sources
+        assert len(sim.shell._source_ids) == len(sim.shell._sources) == 2
+
+
+async def test_an_aborted_close_does_not_wait_for_staging_that_never_ends() -> None:
+    sim = Sim()
+    with anyio.fail_after(1000):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sim.thread.run)
+            await tasks.start(partial(sim.shell.run))
+
+            async def load() -> None:
+                with pytest.raises(EngineClosedError) as caught:
+                    await sim.load("a", "A", seconds=1e9, deaf=True)
+                assert caught.value.code in ("engine-closed", "close-timeout")
+
+            tasks.start_soon(load)
+            await anyio.sleep(1)
+            sim.shell.close()
+            await anyio.sleep(5)
+            assert not sim.shell.closed.is_set(), "it is waited for, within the close time-out"
+            sim.shell.abort("the engine did not close in time")
+            sim.thread.stop()
+    assert sim.shell.closed.is_set()
+
+
+async def test_abandoning_staging_leaves_its_thread_behind() -> None:
+    hold, started = threading.Event(), threading.Event()
+
+    def work(source: Any, cancelled: Any) -> Any:
+        started.set()
+        hold.wait(30)
+        return None
+
+    stager = Stager(work, workers=1, clock_ns=lambda: 0)
+    codes: list[str] = []
+
+    async def run() -> None:
+        try:
+            await stager.run(1, SimSource("A"))
+        except StagingError as error:
+            codes.append(error.code)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.to_thread.run_sync(started.wait)
+            stager.cancel_all()
+            await anyio.lowlevel.checkpoint()
+            assert codes == [], "a cancelled stage is waited for"
+            stager.abandon_all()
+        assert codes == ["stage-abandoned"]
+    finally:
+        hold.set()
