@@ -87,22 +87,28 @@ class CudaDevice(CudaGraphs):
     ) -> int:
         with self._lock:
             self._safe_call(op)
-            self._heap.reserve(nbytes, kind, label)
-            try:
-                addr = int(self._call(call, *args, subject=label))
-            except BaseException:
-                self._heap.unreserve(nbytes)
-                raise
-            self._heap.add(addr, nbytes, kind, label)
-            return addr
+        # Outside the lock: the driver may wait for the GPU to find or take back memory.
+        self._heap.reserve(nbytes, kind, label)
+        try:
+            addr = int(self._call(call, *args, subject=label))
+        except BaseException:
+            self._heap.unreserve(nbytes)
+            raise
+        self._heap.add(addr, nbytes, kind, label)
+        return addr
 
     def _give(self, op: str, call: str, addr: int, kind: Kind) -> None:
         with self._lock:
             if self._dead is None:
                 self._safe_call(op)
             block = self._heap.owned(addr, kind)
-            self._forget(call, Held(block.label, addr))
             self._heap.remove(block)
+        try:
+            self._forget(call, Held(block.label, addr))
+        except BaseException:
+            if self._dead is None:
+                self._heap.restore(block)
+            raise
 
     def memory_info(self) -> tuple[int, int]:
         """See `Device.memory_info`: the driver's figures, cut to the limit."""

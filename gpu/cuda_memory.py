@@ -85,12 +85,15 @@ class CudaHeap:
     def add(self, start: int, nbytes: int, kind: Kind, label: str) -> None:
         """Enter what the driver gave for a reservation."""
         with self._lock:
-            block = CudaBlock(start, nbytes, kind, label, next(self._serials))
-            self._live[start] = block
-            self._freed.pop(start, None)
-            starts, blocks = self._table
-            at = bisect_right(starts, start)
-            self._table = ([*starts[:at], start, *starts[at:]], [*blocks[:at], block, *blocks[at:]])
+            self._enter(CudaBlock(start, nbytes, kind, label, next(self._serials)))
+
+    def _enter(self, block: CudaBlock) -> None:
+        start = block.start
+        self._live[start] = block
+        self._freed.pop(start, None)
+        starts, blocks = self._table
+        at = bisect_right(starts, start)
+        self._table = ([*starts[:at], start, *starts[at:]], [*blocks[:at], block, *blocks[at:]])
 
     def owned(self, addr: int, kind: Kind) -> CudaBlock:
         """The live block that starts at an address. Codes: double-free, bad-address."""
@@ -108,7 +111,7 @@ class CudaHeap:
         )
 
     def remove(self, block: CudaBlock) -> None:
-        """Forget a block the driver took back."""
+        """Forget a block before the driver is asked to take it back: from here on it is dead."""
         with self._lock:
             del self._live[block.start]
             starts, blocks = self._table
@@ -120,6 +123,13 @@ class CudaHeap:
             self._freed[block.start] = block
             if len(self._freed) > REMEMBERED_FREES:
                 self._freed.popitem(last=False)
+
+    def restore(self, block: CudaBlock) -> None:
+        """Enter a block again that the driver would not take back."""
+        with self._lock:
+            block.live = True
+            self.used += rounded(block.nbytes)
+            self._enter(block)
 
     def find(self, addr: int, nbytes: int, kind: Kind) -> CudaBlock:
         """The live block of this kind that holds all of ``addr..addr+nbytes``.
