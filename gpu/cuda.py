@@ -64,8 +64,6 @@ class CudaDevice(CudaGraphs):
         DeviceError: cuda-unavailable (says why), bad-argument, driver-error.
     """
 
-    # Memory
-
     def alloc(self, nbytes: int, *, label: str) -> int:
         """See `Device.alloc`."""
         return self._take("alloc", "cuMemAlloc", (nbytes,), nbytes, "device", label)
@@ -196,8 +194,6 @@ class CudaDevice(CudaGraphs):
                 if capture is not None:
                     capture.note(stream, blocks)
 
-    # Streams and events
-
     def create_stream(self, *, label: str = "") -> Stream:
         """See `Device.create_stream`."""
         with self._lock:
@@ -312,8 +308,6 @@ class CudaDevice(CudaGraphs):
         with self._lock:
             self._forget("cuEventDestroy", self._get(self._events, event))
             del self._events[event]
-
-    # Kernels
 
     def load_kernel(self, spec: KernelSpec) -> CudaKernel:
         """See `Device.load_kernel`. Kernels of one source share a module until close."""

@@ -21,6 +21,7 @@ from typing import Any, Final
 from ...errors import DeviceError
 from .api_device import ENTRIES as DEVICE_ENTRIES
 from .api_device import Entry
+from .api_graph import ENTRIES as GRAPH_ENTRIES
 from .api_work import ENTRIES as WORK_ENTRIES
 from .driver import NOT_FOUND, FakeDriver
 
@@ -40,7 +41,7 @@ class FakeCuda:
         """Functions that were asked for and that the model does not have."""
         self._library = library
         self._callbacks: dict[bytes, Any] = {}
-        for table in (DEVICE_ENTRIES, WORK_ENTRIES):
+        for table in (DEVICE_ENTRIES, WORK_ENTRIES, GRAPH_ENTRIES):
             for name, entry in table.items():
                 types = ctypes.CFUNCTYPE(ctypes.c_int, *entry.types)
                 self._callbacks[name.encode()] = types(self._bind(name, entry))

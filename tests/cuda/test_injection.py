@@ -115,9 +115,10 @@ def test_the_tour_calls_every_function_of_the_model(cuda_machine, counts):
 
 def functions():
     from rota.gpu.fakecuda.api_device import ENTRIES as device
+    from rota.gpu.fakecuda.api_graph import ENTRIES as graph
     from rota.gpu.fakecuda.api_work import ENTRIES as work
 
-    return sorted({*device, *work} - NEVER_CALLED)
+    return sorted({*device, *work, *graph} - NEVER_CALLED)
 
 
 @pytest.mark.parametrize("result", [999, 2, 719], ids=["unknown", "out-of-memory", "sticky"])
