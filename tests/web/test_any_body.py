@@ -10,7 +10,7 @@ import httpx2
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rota.sched.sim.engine import SimEngine
+from rota.sched.sim.engine import SimEngine, sim_text
 from rota.sched.web.app import create_app
 from rota.sched.web.schemas import (
     ActiveBody,
@@ -95,3 +95,22 @@ async def ask(route: str, content: Any) -> None:
 @example("/v1/lora/unload", {"name": "x", "deadline_s": -1e308})
 def test_any_body_is_answered_or_refused_by_name(route: str, content: Any) -> None:
     anyio.run(ask, route, content)
+
+
+def test_the_application_runs_on_trio_too() -> None:
+    async def run() -> list[str]:
+        async with SimEngine() as engine:
+            transport = httpx2.ASGITransport(app=create_app(engine))
+            async with httpx2.AsyncClient(transport=transport, base_url="http://rota") as http:
+                body = {"prompt": "abc", "max_tokens": 5, "n": 2}
+                whole = await http.post("/v1/completions", json=body)
+                streamed = await http.post("/v1/completions", json=body | {"stream": True})
+                lines = [line for line in streamed.text.split("\n\n") if line]
+                assert lines.pop() == "data: [DONE]"
+                parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+                for index, choice in enumerate(whole.json()["choices"]):
+                    mine = "".join(p["text"] for p in parts if p["index"] == index)
+                    assert mine == choice["text"]
+                return [c["text"] for c in whole.json()["choices"]]
+
+    assert anyio.run(run, backend="trio") == [sim_text("base", 3, 5)] * 2
