@@ -117,6 +117,8 @@ def unpacked(cache: Path) -> Path:
     kernel = re.search(r"Depends: (linux-image-[\d.]+-\d+-amd64)\b", depends)
     if kernel is None:
         raise SystemExit("rxevm: apt knows no linux-image-amd64")
+    for old in loads.glob("linux-image-*.deb"):
+        old.unlink()  # one kernel only
     for package in (kernel.group(1), "busybox-static"):
         subprocess.run(
             ["apt-get", "download", "-q", package], cwd=loads, check=True, stdout=subprocess.DEVNULL

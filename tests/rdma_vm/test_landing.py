@@ -101,7 +101,7 @@ def test_large_adapters_by_several_rails(
     seen: list[int] = []
     made = source(name, packed=packed, rails=rails, progress=lambda done, _: seen.append(done))
     same(stage(made, LARGE), on_disk(name))
-    assert seen == sorted(seen) and len(seen) > 1
+    assert seen == sorted(seen) and seen[-1] > 0
 
 
 def test_bytes_went_by_verbs(peer: PeerProcess, source: Callable[..., Peer]) -> None:
