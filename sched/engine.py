@@ -251,8 +251,12 @@ class Engine:
 
     # looking in ---------------------------------------------------------------------------------
     def stats(self) -> Stats:
-        """A frozen snapshot of slots, adapters, queues and totals."""
-        return self._live().core.stats()
+        """A frozen snapshot of slots, adapters, queues and totals. Raises what broke the engine,
+        if anything did, so that a health check sees it."""
+        parts = self._live()
+        if parts.shell.broken is not None:
+            raise parts.shell.broken
+        return parts.core.stats()
 
     def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""

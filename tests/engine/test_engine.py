@@ -248,3 +248,12 @@ async def test_unknown_options_are_refused(llama: Any) -> None:
     with pytest.raises(rota.RequestError) as caught:
         rota.Engine(llama.model, None, max_lorras=3)
     assert caught.value.code == "bad-option"
+
+
+async def test_a_broken_engine_says_so_to_a_health_check(llama: Any) -> None:
+    async with rota.Engine(llama.model, None, **SMALL) as engine:
+        assert engine._parts is not None
+        engine._parts.shell.abort("for the test")
+        with pytest.raises(rota.EngineClosedError) as caught:
+            engine.stats()
+        assert caught.value.code == "close-timeout"
