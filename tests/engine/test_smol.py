@@ -14,7 +14,7 @@ import pytest
 
 import rota
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real_model]
+pytestmark = [pytest.mark.anyio, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 ADAPTERS = ("pirate", "json", "sentiment")
 
