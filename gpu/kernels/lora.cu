@@ -9,6 +9,7 @@
 // Invariants:
 // * a row's result depends on its own x and slot only: the order of every sum is fixed by RANK, CHUNK
 //   and k_in, never by the number of rows, and nothing is added atomically;
+// * neighbouring rows of one slot share the reading of its weights, and still sum alone;
 // * rows with slot -1 and slices with an empty cell read no weights and write nothing;
 // * a slot outside the tables traps: the wrong weights are never used in silence.
 
@@ -24,6 +25,8 @@ struct __align__(16) Floats {
 
 #define SHRINK_WARPS (RANK % 16 == 0 ? 4 : 2)
 #define RANKS_PER_WARP 4
+// Neighbouring rows of one slot, within groups of RUN, read their weights once.
+#define RUN 4
 #define EXPAND_THREADS 128
 // Lanes that share one row of B: the largest power of two that divides RANK / 8, at most 8.
 #define LANES (RANK % 64 == 0 ? 8 : RANK % 32 == 0 ? 4 : RANK % 16 == 0 ? 2 : 1)
@@ -71,40 +74,30 @@ __device__ __forceinline__ Pack load_shared_line(const u16* p) {
   return v;
 }
 
-// planes[split][row][slice][RANK] f32 = A[slot] x[row] over elements split * CHUNK .. + CHUNK.
-// Grid (RANK / (4 * SHRINK_WARPS) * n_slices, n_rows, splits), block 32 * SHRINK_WARPS.
-// Each warp sums four rows of A; every lane has (1 + 4) independent 16-byte loads in flight a step.
-extern "C" __global__ void __launch_bounds__(32 * SHRINK_WARPS)
-lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __restrict__ a0,
-            const u64* __restrict__ a1, const u64* __restrict__ a2,
-            const int* __restrict__ row_slot, int n_rows, int k_in, int x_stride, int n_slices,
-            int max_loras) {
-  const int row = blockIdx.y;
-  const int slot = row_slot[row];
-  if (slot < 0) return;
-  if (slot >= max_loras) __trap();
-  const int tiles = RANK / (RANKS_PER_WARP * SHRINK_WARPS);
-  const int slice = blockIdx.x / tiles;
-  const u64* table = slice == 0 ? a0 : slice == 1 ? a1 : a2;
-  const u16* A = (const u16*)table[slot];
-  if (!A) return;
-  const int lane = threadIdx.x & 31;
-  const int rank = ((blockIdx.x % tiles) * SHRINK_WARPS + (threadIdx.x >> 5)) * RANKS_PER_WARP;
-  const u16* weights = A + (u64)rank * k_in;
-  const u16* input = x + (u64)row * x_stride;
-  float sum[RANKS_PER_WARP] = {0.f, 0.f, 0.f, 0.f};
-  const int first = blockIdx.z * CHUNK;
-  const int last = first + CHUNK < k_in ? first + CHUNK : k_in;
-#pragma unroll 2
-  for (int k = first + lane * 8; k < last; k += 256) {
-    Pack w[RANKS_PER_WARP];
+// Rows that this row serves: itself and those behind it in its group of RUN that have its slot; 0 if
+// a row before it in the group serves it. The same in all threads of a block.
+__device__ __forceinline__ int run_of(const int* __restrict__ row_slot, int row, int n_rows,
+                                      int slot) {
+  const int place = row & (RUN - 1);
+  const int* group = row_slot + (row - place);
+  const int left = n_rows - (row - place);
+  bool leads = true, open = true;
+  int run = 1;
 #pragma unroll
-    for (int j = 0; j < RANKS_PER_WARP; ++j) w[j] = load_weights(weights + (u64)j * k_in + k);
-    const Pack v = *(const Pack*)(input + k);
-#pragma unroll
-    for (int j = 0; j < RANKS_PER_WARP; ++j) sum[j] = dot8(v, w[j], sum[j]);
+  for (int j = 0; j < RUN; ++j) {
+    const bool same = j < left && group[j] == slot;
+    if (j == place - 1 && same) leads = false;
+    if (j > place) {
+      open = open && same;
+      run += open ? 1 : 0;
+    }
   }
-  // Halve the number of sums each lane holds while adding: lanes 0, 8, 16, 24 end with one rank each.
+  return leads ? run : 0;
+}
+
+// Add four sums over the lanes of a warp, halving the number each lane holds while adding: lanes 0,
+// 8, 16 and 24 end with one sum each.
+__device__ __forceinline__ float add_lanes(const float* sum, int lane) {
   const bool upper = lane & 16;
   const float s0 = upper ? sum[0] : sum[2], s1 = upper ? sum[1] : sum[3];
   float t0 = upper ? sum[2] : sum[0], t1 = upper ? sum[3] : sum[1];
@@ -116,15 +109,83 @@ lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __
   total += __shfl_xor_sync(0xffffffffu, total, 4);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
   total += __shfl_xor_sync(0xffffffffu, total, 1);
-  if ((lane & 7) == 0) {
-    const u64 plane = (u64)blockIdx.z * n_rows + row;
-    planes[(plane * n_slices + slice) * RANK + rank + (lane >> 3)] = total;
+  return total;
+}
+
+// planes[split][row][slice][RANK] f32 = A[slot] x[row] over elements split * CHUNK .. + CHUNK.
+// Grid (RANK / (4 * SHRINK_WARPS) * n_slices, n_rows, splits), block 32 * SHRINK_WARPS.
+// Each warp sums four rows of A; every lane has (1 + 4) independent 16-byte loads in flight a step.
+extern "C" __global__ void __launch_bounds__(32 * SHRINK_WARPS, 5)
+lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __restrict__ a0,
+            const u64* __restrict__ a1, const u64* __restrict__ a2,
+            const int* __restrict__ row_slot, int n_rows, int k_in, int x_stride, int n_slices,
+            int max_loras) {
+  const int row = blockIdx.y;
+  const int slot = row_slot[row];
+  if (slot < 0) return;
+  if (slot >= max_loras) __trap();
+  const int run = run_of(row_slot, row, n_rows, slot);
+  if (run == 0) return;
+  const int tiles = RANK / (RANKS_PER_WARP * SHRINK_WARPS);
+  const int slice = blockIdx.x / tiles;
+  const u64* table = slice == 0 ? a0 : slice == 1 ? a1 : a2;
+  const u16* A = (const u16*)table[slot];
+  if (!A) return;
+  const int lane = threadIdx.x & 31;
+  const int rank = ((blockIdx.x % tiles) * SHRINK_WARPS + (threadIdx.x >> 5)) * RANKS_PER_WARP;
+  const u16* weights = A + (u64)rank * k_in;
+  const u16* input = x + (u64)row * x_stride;
+  const int first = blockIdx.z * CHUNK;
+  const int last = first + CHUNK < k_in ? first + CHUNK : k_in;
+  const u64 plane = (u64)blockIdx.z * n_rows + row;
+  float* target = planes + (plane * n_slices + slice) * RANK + rank + (lane >> 3);
+  if (run == 1) {
+    float sum[RANKS_PER_WARP] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 2
+    for (int k = first + lane * 8; k < last; k += 256) {
+      Pack w[RANKS_PER_WARP];
+#pragma unroll
+      for (int j = 0; j < RANKS_PER_WARP; ++j) w[j] = load_weights(weights + (u64)j * k_in + k);
+      const Pack v = *(const Pack*)(input + k);
+#pragma unroll
+      for (int j = 0; j < RANKS_PER_WARP; ++j) sum[j] = dot8(v, w[j], sum[j]);
+    }
+    const float total = add_lanes(sum, lane);
+    if ((lane & 7) == 0) *target = total;
+    return;
+  }
+  // The same sums in the same order, for up to RUN rows at a time.
+  float sums[RUN][RANKS_PER_WARP];
+#pragma unroll
+  for (int r = 0; r < RUN; ++r)
+#pragma unroll
+    for (int j = 0; j < RANKS_PER_WARP; ++j) sums[r][j] = 0.f;
+#pragma unroll 1
+  for (int k = first + lane * 8; k < last; k += 256) {
+    Pack w[RANKS_PER_WARP];
+#pragma unroll
+    for (int j = 0; j < RANKS_PER_WARP; ++j) w[j] = load_weights(weights + (u64)j * k_in + k);
+#pragma unroll
+    for (int r = 0; r < RUN; ++r) {
+      if (r < run) {
+        const Pack v = *(const Pack*)(input + (u64)r * x_stride + k);
+#pragma unroll
+        for (int j = 0; j < RANKS_PER_WARP; ++j) sums[r][j] = dot8(v, w[j], sums[r][j]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < RUN; ++r) {
+    if (r < run) {
+      const float total = add_lanes(sums[r], lane);
+      if ((lane & 7) == 0) target[(u64)r * n_slices * RANK] = total;
+    }
   }
 }
 
 // out[row][column_j + i] = bf16(out + scale * bf16(B[slot][i] . bf16(sum of planes))), in place.
 // Grid (tiles of all slices, n_rows), block EXPAND_THREADS; a block takes 128 * TILES rows of one B.
-extern "C" __global__ void __launch_bounds__(EXPAND_THREADS)
+extern "C" __global__ void __launch_bounds__(EXPAND_THREADS, RANK <= 96 ? 4 : 3)
 lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* __restrict__ a0,
             const u64* __restrict__ a1, const u64* __restrict__ a2, const u64* __restrict__ b0,
             const u64* __restrict__ b1, const u64* __restrict__ b2, const float* __restrict__ c0,
@@ -132,11 +193,13 @@ lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* 
             const int* __restrict__ row_slot, int n_rows, int out_stride, int n_splits, int n_slices,
             int max_loras, int n_out0, int n_out1, int n_out2, int column0, int column1,
             int column2) {
-  __shared__ __align__(16) float xa[RANK];
+  __shared__ __align__(16) float xa[RUN * RANK];
   const int row = blockIdx.y;
   const int slot = row_slot[row];
   if (slot < 0) return;
   if (slot >= max_loras) __trap();
+  const int run = run_of(row_slot, row, n_rows, slot);
+  if (run == 0) return;
   const int span = EXPAND_THREADS * TILES;
   int tile = blockIdx.x, slice = 0;
   const int tiles0 = (n_out0 + span - 1) / span, tiles1 = (n_out1 + span - 1) / span;
@@ -162,6 +225,7 @@ lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* 
   // B and out do not depend on the planes: ask for them first, so that their latencies overlap.
   Pack weights[TILES][LANES][PACKS];
   u16 before[TILES];
+  u16* rows = out + (u64)row * out_stride + column;
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
 #pragma unroll
@@ -175,56 +239,63 @@ lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* 
       }
     }
     const int mine = base + t * 32 + sub;
-    before[t] = mine < n_out ? out[(u64)row * out_stride + column + mine] : (u16)0;
+    before[t] = mine < n_out ? rows[mine] : (u16)0;
   }
-  for (int r = threadIdx.x; r < RANK; r += EXPAND_THREADS) {
-    const float* plane = planes + ((u64)row * n_slices + slice) * RANK + r;
+  for (int i = threadIdx.x; i < run * RANK; i += EXPAND_THREADS) {
+    const int r = i / RANK;
+    const float* plane = planes + ((u64)(row + r) * n_slices + slice) * RANK + (i - r * RANK);
     const u64 step = (u64)n_rows * n_slices * RANK;
     float sum = 0.f;
 #pragma unroll 4
     for (int s = 0; s < n_splits; ++s) sum += plane[s * step];
-    xa[r] = from_bf16(to_bf16(sum));
+    xa[i] = from_bf16(to_bf16(sum));
   }
   __syncthreads();
+#pragma unroll 1
+  for (int r = 0; r < run; ++r) {
 #pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-    float sum[LANES];
+    for (int t = 0; t < TILES; ++t) {
+      float sum[LANES];
 #pragma unroll
-    for (int j = 0; j < LANES; ++j) sum[j] = 0.f;
+      for (int j = 0; j < LANES; ++j) sum[j] = 0.f;
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const Floats* v = (const Floats*)(xa + (p * LANES + sub) * 8);
-      const Floats v0 = v[0], v1 = v[1];
+      for (int p = 0; p < PACKS; ++p) {
+        const Floats* v = (const Floats*)(xa + r * RANK + (p * LANES + sub) * 8);
+        const Floats v0 = v[0], v1 = v[1];
 #pragma unroll
-      for (int j = 0; j < LANES; ++j) {
-        const Pack b = weights[t][j][p];
-        float s = sum[j];
-        s = fmaf(low(b.x), v0.x, s);
-        s = fmaf(high(b.x), v0.y, s);
-        s = fmaf(low(b.y), v0.z, s);
-        s = fmaf(high(b.y), v0.w, s);
-        s = fmaf(low(b.z), v1.x, s);
-        s = fmaf(high(b.z), v1.y, s);
-        s = fmaf(low(b.w), v1.z, s);
-        sum[j] = fmaf(high(b.w), v1.w, s);
+        for (int j = 0; j < LANES; ++j) {
+          const Pack b = weights[t][j][p];
+          float s = sum[j];
+          s = fmaf(low(b.x), v0.x, s);
+          s = fmaf(high(b.x), v0.y, s);
+          s = fmaf(low(b.y), v0.z, s);
+          s = fmaf(high(b.y), v0.w, s);
+          s = fmaf(low(b.z), v1.x, s);
+          s = fmaf(high(b.z), v1.y, s);
+          s = fmaf(low(b.w), v1.z, s);
+          sum[j] = fmaf(high(b.w), v1.w, s);
+        }
+      }
+      // Lane `sub` of a group ends with row `sub` of the group.
+#pragma unroll
+      for (int d = LANES / 2; d; d >>= 1) {
+#pragma unroll
+        for (int j = 0; j < d; ++j) {
+          const bool upper = sub & d;
+          const float send = upper ? sum[j] : sum[j + d];
+          const float keep = upper ? sum[j + d] : sum[j];
+          sum[j] = keep + __shfl_xor_sync(0xffffffffu, send, d);
+        }
+      }
+      const int mine = base + t * 32 + sub;
+      if (mine < n_out) {
+        const float delta = from_bf16(to_bf16(sum[0]));
+        const float after = __fadd_rn(from_bf16(before[t]), __fmul_rn(scale, delta));
+        rows[mine] = to_bf16(after);
+        // The next row's columns, asked for while this one's other tiles are summed.
+        if (r + 1 < run) before[t] = rows[out_stride + mine];
       }
     }
-    // Lane `sub` of a group ends with row `sub` of the group.
-#pragma unroll
-    for (int d = LANES / 2; d; d >>= 1) {
-#pragma unroll
-      for (int j = 0; j < d; ++j) {
-        const bool upper = sub & d;
-        const float send = upper ? sum[j] : sum[j + d];
-        const float keep = upper ? sum[j + d] : sum[j];
-        sum[j] = keep + __shfl_xor_sync(0xffffffffu, send, d);
-      }
-    }
-    const int mine = base + t * 32 + sub;
-    if (mine < n_out) {
-      const float delta = from_bf16(to_bf16(sum[0]));
-      const float after = __fadd_rn(from_bf16(before[t]), __fmul_rn(scale, delta));
-      out[(u64)row * out_stride + column + mine] = to_bf16(after);
-    }
+    rows += out_stride;
   }
 }

@@ -16,8 +16,11 @@ from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 RANKS = (8, 16, 24, 40, 64, 128)
-REGISTERS = {"lora_shrink": 64, "lora_expand": 96, "lora_refresh": 32}
-"""64 registers keep 8 blocks of 128 threads on a multiprocessor; 96 keep 5."""
+REGISTERS = {"lora_shrink": 96, "lora_expand": 168, "lora_refresh": 32}
+"""96 registers keep 5 blocks of 128 threads on a multiprocessor, 168 keep 3 (rank 128 only).
+
+With ten (at rank 128 sixteen) loads of 16 bytes a thread, 100 KB (96 KB) are in flight then: well
+above the 23 KB that hide the latency of memory."""
 
 
 @pytest.fixture(scope="session")
@@ -82,9 +85,10 @@ def test_registers_and_spills(compiled, capability, rank):
     assert set(found) == {"lora_shrink", "lora_expand"}
     for name, (registers, spilled, shared) in found.items():
         assert spilled == 0, (name, spilled)
-        assert registers <= REGISTERS[name], (name, registers)
+        most = 96 if rank <= 64 else REGISTERS[name]
+        assert registers <= most, (name, registers)
         # The driver keeps 1 KB of shared memory a block for itself on newer architectures.
-        assert shared <= (4 * rank + 1024 if name == "lora_expand" else 1024), (name, shared)
+        assert shared <= (16 * rank + 1024 if name == "lora_expand" else 1024), (name, shared)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")

@@ -61,6 +61,43 @@ def test_outputs_of_every_width_around_the_tiles(rig, problem, rank, width):
     assert np.array_equal(p.solve(rig), p.expected())
 
 
+RUNS = (
+    [1, 1, 1, 1, 1, 1, 1, 1],
+    [0, 0, 0, 1, 1, 1, 1, 2, 2],
+    [2, 0, 0, 0, 0, 0, -1, -1, 0, 0, 2],
+    [-1, 1, 1, -1, 1, 1, 1, -1, 1],
+    [0, 1, 0, 1, 0, 0, 1, 1],
+    [2, 2, 2],
+)
+
+
+@pytest.mark.parametrize("slots", RUNS)
+@pytest.mark.parametrize("rank", [8, 24, 64])
+def test_runs_of_one_slot_are_exact_wherever_they_start_and_end(rig, problem, rank, slots):
+    p = problem(n=len(slots), k_in=520, rank=rank, widths=(150, 70), slots=slots)
+    assert np.array_equal(p.solve(rig), p.expected())
+
+
+def test_a_run_of_one_slot_reads_its_weights_once(fake_rig, problem):
+    def sixteen_byte_loads(slots):
+        p = problem(n=8, k_in=256, rank=8, widths=(128,), slots=slots).load(fake_rig)
+        arena, seen = fake_rig.driver.arena, []
+        judge = arena.judge_lanes
+
+        def counting(addresses, nbytes, what):
+            if nbytes == 16 and ".nc.L1::no_allocate" in what:
+                seen.append(len(addresses))
+            judge(addresses, nbytes, what)
+
+        arena.judge_lanes = counting
+        p.apply()
+        assert np.array_equal(p.result(), p.expected())
+        del arena.judge_lanes
+        return sum(seen)
+
+    assert sixteen_byte_loads([1] * 8) * 4 == sixteen_byte_loads([0, 1] * 4)
+
+
 def test_q_k_v_of_different_widths_in_one_launch_pair(rig, problem):
     p = problem(n=5, k_in=576, rank=16, widths=(576, 192, 192), slots=[0, 1, -1, 2, 0])
     p.load(rig)
@@ -111,11 +148,12 @@ def floats(p, seed):
 
 
 @pytest.mark.parametrize("k_in", [200, 1032])
-def test_a_row_does_not_depend_on_its_company(rig, problem, k_in):
-    p = floats(problem(n=9, k_in=k_in, rank=24, widths=(50,), slots=mixed(9)), 3)
+@pytest.mark.parametrize("n_slots", [1, 3])
+def test_a_row_does_not_depend_on_its_company(rig, problem, k_in, n_slots):
+    p = floats(problem(n=9, k_in=k_in, rank=24, widths=(50,), slots=mixed(9, n_slots)), 3)
     together = p.solve(rig)
     for row in range(p.n):
-        alone = floats(problem(n=9, k_in=k_in, rank=24, widths=(50,), slots=mixed(9)), 3)
+        alone = floats(problem(n=9, k_in=k_in, rank=24, widths=(50,), slots=mixed(9, n_slots)), 3)
         alone.n = 1
         alone.slots, alone.x = alone.slots[row : row + 1], alone.x[row : row + 1]
         alone.out = alone.out[row : row + 1]
