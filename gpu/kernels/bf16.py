@@ -30,6 +30,19 @@ try:
         vst_upto,
         width,
     )
+    from .lanes_dot import (
+        ask,
+        has_dot,
+        vdot,
+        vld_raw,
+        vld_raw_columns4,
+        vld_raw_columns8,
+        vld_raw_part,
+        vround_raw,
+        vst_rounded,
+        vst_rounded_halves,
+        vsums,
+    )
     from .lanes_math import (
         vadd,
         vdiv,
@@ -55,6 +68,10 @@ except ImportError:
 
     inlined = kernel
 
+    def has_dot() -> bool:
+        """No kernel, no pairs."""
+        return False
+
     def __getattr__(name: str) -> None:
         """Stand in for the operations a kernel file imports by name."""
         if name.startswith("__"):
@@ -63,6 +80,8 @@ except ImportError:
 
 __all__ = [
     "AVAILABLE",
+    "ask",
+    "has_dot",
     "inlined",
     "kernel",
     "ld",
@@ -73,6 +92,7 @@ __all__ = [
     "st_i32",
     "vadd",
     "vdiv",
+    "vdot",
     "vexp",
     "vfirst",
     "vfma",
@@ -80,17 +100,25 @@ __all__ = [
     "vld_columns",
     "vld_pairs",
     "vld_part",
+    "vld_raw",
+    "vld_raw_columns4",
+    "vld_raw_columns8",
+    "vld_raw_part",
     "vld_upto",
     "vmax",
     "vmaximum",
     "vmul",
     "vround",
+    "vround_raw",
     "vsplat",
     "vst",
     "vst_pairs",
     "vst_part",
+    "vst_rounded",
+    "vst_rounded_halves",
     "vst_upto",
     "vsub",
     "vsum",
+    "vsums",
     "width",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InternalError
-from . import bgmv_kernel
+from . import bgmv_dot, bgmv_kernel
 from .memory import Scratch, strided_at, view_at
 
 MAX_SLICES = 3
@@ -95,7 +95,8 @@ class LoraGroup:
     """Up to three LoRA pairs that share one input, applied to all rows of a step in one call.
 
     Holds addresses only; the tables must outlive it. Contents of tables may change between calls.
-    With a scratch the numba kernel serves, without one the torch reference.
+    With a scratch a numba kernel serves, without one the torch reference; with `dot` the one that
+    multiplies pairs of bf16, which the processor must know (`bf16.has_dot`).
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class LoraGroup:
         max_loras: int,
         dtype: torch.dtype,
         scratch: Scratch | None,
+        dot: bool = False,
     ) -> None:
         if not 1 <= len(slices) <= MAX_SLICES:
             raise InternalError(
@@ -128,6 +130,7 @@ class LoraGroup:
         self.max_loras = max_loras
         self.dtype = dtype
         self._scratch = scratch
+        self._dot = dot and dtype == torch.bfloat16
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
         fields = [k_in, rank, max_loras, len(slices)]
         for part in slices:
@@ -159,8 +162,13 @@ class LoraGroup:
             InternalError: "slot-out-of-range"; what the call wrote before is undefined.
         """
         if self._scratch is not None:
-            need = bgmv_kernel.scratch_bytes(self.k_in, self.rank, n_rows)
-            bad: int = bgmv_kernel.lora_delta_kernel(
+            if self._dot:
+                kernel = bgmv_dot.lora_dot_kernel
+                need = bgmv_dot.scratch_bytes(self.rank, n_rows)
+            else:
+                kernel = bgmv_kernel.lora_delta_kernel
+                need = bgmv_kernel.scratch_bytes(self.k_in, self.rank, n_rows)
+            bad: int = kernel(
                 self._tag,
                 self._address,
                 self._scratch.at_least(need),

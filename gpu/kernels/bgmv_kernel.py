@@ -219,31 +219,22 @@ def _expand(tag, b, n_out, rank, xa, rows, order, first, scale, out, os, column,
             _fold(tag, d0, scale, out, ld_i32(order, first + row) * os + column + o, count)
 
 
-@kernel
-def lora_delta_kernel(tag, group, scratch, x, xs, out, os, row_slot, n):
-    """Add every row's delta; see `LoraGroup.apply`.
+@inlined
+def order_rows(row_slot, n, max_loras, order):
+    """Put the rows that have a slot into `order`, those of one slot next to each other.
 
-    `group` is the address of i64: k_in, rank, max_loras, slices, then per slice a_table, b_table,
-    scales, n_out, column. Returns -1, or the first row whose slot is outside the tables (nothing is
-    written then).
+    Returns the first row whose slot is outside the tables, or -1, and how many rows were placed.
     """
-    k_in, rank = ld_i64(group, 0), ld_i64(group, 1)
-    max_loras, slices = ld_i64(group, 2), ld_i64(group, 3)
     for row in range(n):
         slot = ld_i32(row_slot, row)
         if slot < -1 or slot >= max_loras:
-            return row
-    row_step = (k_in + 15) // 16 * 16
-    wide = (scratch + 63) // 64 * 64
-    xa = wide + 4 * ROW_TILE * row_step
-    columns = (xa + 4 * ROW_TILE * rank + 63) // 64 * 64
-    order = columns + 4 * 32 * rank
-    # Rows of one slot next to each other; a row already placed is found by its earlier twin.
+            return row, 0
     placed = 0
     for row in range(n):
         slot = ld_i32(row_slot, row)
         if slot < 0:
             continue
+        # A row already placed is found by its earlier twin.
         seen = False
         for i in range(placed):
             if ld_i32(row_slot, ld_i32(order, i)) == slot:
@@ -255,16 +246,45 @@ def lora_delta_kernel(tag, group, scratch, x, xs, out, os, row_slot, n):
             if ld_i32(row_slot, other) == slot:
                 st_i32(order, placed, other)
                 placed += 1
+    return -1, placed
+
+
+@inlined
+def tile_rows(row_slot, order, first, placed):
+    """How many rows from `first` on share its slot, up to `ROW_TILE`."""
+    slot = ld_i32(row_slot, ld_i32(order, first))
+    rows = 1
+    while (
+        rows < ROW_TILE
+        and first + rows < placed
+        and ld_i32(row_slot, ld_i32(order, first + rows)) == slot
+    ):
+        rows += 1
+    return rows
+
+
+@kernel
+def lora_delta_kernel(tag, group, scratch, x, xs, out, os, row_slot, n):
+    """Add every row's delta; see `LoraGroup.apply`.
+
+    `group` is the address of i64: k_in, rank, max_loras, slices, then per slice a_table, b_table,
+    scales, n_out, column. Returns -1, or the first row whose slot is outside the tables (nothing is
+    written then).
+    """
+    k_in, rank = ld_i64(group, 0), ld_i64(group, 1)
+    max_loras, slices = ld_i64(group, 2), ld_i64(group, 3)
+    row_step = (k_in + 15) // 16 * 16
+    wide = (scratch + 63) // 64 * 64
+    xa = wide + 4 * ROW_TILE * row_step
+    columns = (xa + 4 * ROW_TILE * rank + 63) // 64 * 64
+    order = columns + 4 * 32 * rank
+    bad, placed = order_rows(row_slot, n, max_loras, order)
+    if bad >= 0:
+        return bad
     first = 0
     while first < placed:
         slot = ld_i32(row_slot, ld_i32(order, first))
-        rows = 1
-        while (
-            rows < ROW_TILE
-            and first + rows < placed
-            and ld_i32(row_slot, ld_i32(order, first + rows)) == slot
-        ):
-            rows += 1
+        rows = tile_rows(row_slot, order, first, placed)
         widened = False
         for j in range(slices):
             at = HEADER + j * FIELDS

@@ -26,12 +26,14 @@ class HostKernels:
         dtype: torch.bfloat16 or torch.float32, of activations, weights, caches and adapters.
         use_numba: use the numba kernels; without numba the torch references serve, with one log
             line.
+        use_dot: multiply bf16 adapters pair by pair where the processor can (`bf16.has_dot`). The
+            results of the two ways differ in their last bits, so one engine keeps to one.
 
     Raises:
         DeviceError: "unsupported-dtype".
     """
 
-    def __init__(self, dtype: torch.dtype, *, use_numba: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, *, use_numba: bool = True, use_dot: bool = True) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise DeviceError(
                 "the host kernels do not know this element type",
@@ -43,6 +45,7 @@ class HostKernels:
         self.uses_numba = use_numba and bf16.AVAILABLE
         if use_numba and not self.uses_numba:
             logger.warning("numba is not installed: torch reference kernels serve, slowly")
+        self.uses_dot = use_dot and self.uses_numba and dtype == torch.bfloat16 and bf16.has_dot()
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
         self._scratch = Scratch()
         self._packer = LinearPacker(dtype)
@@ -235,4 +238,5 @@ class HostKernels:
             max_loras=max_loras,
             dtype=self.dtype,
             scratch=self._scratch if self.uses_numba else None,
+            dot=self.uses_dot,
         )

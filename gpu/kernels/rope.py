@@ -72,7 +72,7 @@ def rope_and_cache_reference(
     half = cos.shape[1]
     for part, weight in ((q, q_norm_w), (k, k_norm_w)):
         if weight is not None:
-            flat = part.reshape(-1, head_dim)
+            flat = part.reshape(-1, head_dim).clone()
             rms_norm_reference(flat, weight, eps, flat, one_plus=one_plus)
             part.copy_(flat.view(part.shape))
         low, high = part[..., :half].clone(), part[..., half : 2 * half].clone()

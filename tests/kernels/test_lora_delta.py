@@ -16,6 +16,29 @@ from rota.gpu.kernels.host import HostKernels
 
 Close = Callable[..., None]
 
+
+WAYS = {
+    "bf16-dot": (torch.bfloat16, True),
+    "bf16-lanes": (torch.bfloat16, False),
+    "f32": (torch.float32, False),
+}
+
+
+@pytest.fixture(params=list(WAYS), scope="session")
+def fast(request: pytest.FixtureRequest) -> HostKernels:
+    """Every numba kernel; the one for pairs of bf16 where the processor has the instruction."""
+    dtype, dot = WAYS[request.param]
+    kernels = HostKernels(dtype, use_dot=dot)
+    if dot and not kernels.uses_dot:
+        pytest.skip("needs a processor with AVX512-BF16")
+    return kernels
+
+
+@pytest.fixture(scope="session")
+def plain(fast: HostKernels) -> HostKernels:
+    return HostKernels(fast.dtype, use_numba=False)
+
+
 PATTERNS = {
     "distinct": lambda n: [i % 8 for i in range(n)],
     "uniform": lambda n: [(i * 5 + i // 3) % 3 for i in range(n)],
@@ -44,8 +67,30 @@ def inputs(
     return wide[:rows, : tables.k_in], out
 
 
+def lanes_apart(products: torch.Tensor, k_in: int) -> torch.Tensor:
+    """Even and odd products in two sums, what is left after whole 32 in the first."""
+    even, odd = torch.zeros(len(products), 16), torch.zeros(len(products), 16)
+    for i in range(0, k_in, 32):
+        if i + 32 <= k_in:
+            even += products[:, i : i + 32 : 2]
+            odd += products[:, i + 1 : i + 32 : 2]
+        else:
+            even += products[:, i : i + 16]
+            even += products[:, i + 16 : i + 32]
+    return even + odd
+
+
+def lanes_by_pairs(products: torch.Tensor) -> torch.Tensor:
+    """Both products of a pair, the odd one first, into the pair's lane."""
+    lanes = torch.zeros(len(products), 16)
+    for i in range(0, products.shape[1], 32):
+        for j in (1, 0):
+            lanes += products[:, i + j : i + 32 : 2]
+    return lanes
+
+
 def in_the_kernels_order(
-    pool: Any, x: torch.Tensor, out: torch.Tensor, slots: list[int]
+    pool: Any, x: torch.Tensor, out: torch.Tensor, slots: list[int], *, dot: bool
 ) -> torch.Tensor:
     """What the kernel must give for bf16, bit by bit, in the order of additions it promises.
 
@@ -75,22 +120,15 @@ def in_the_kernels_order(
                 continue
             products = torch.zeros(rank, -(-k_in // 32) * 32)
             products[:, :k_in] = pair[0] * x[row].float()
-            even, odd = torch.zeros(rank, 16), torch.zeros(rank, 16)
-            for i in range(0, k_in, 32):
-                if i + 32 <= k_in:
-                    even += products[:, i : i + 32 : 2]
-                    odd += products[:, i + 1 : i + 32 : 2]
-                else:
-                    even += products[:, i : i + 16]
-                    even += products[:, i + 16 : i + 32]
-            lanes = even + odd
+            lanes = lanes_by_pairs(products) if dot else lanes_apart(products, k_in)
             while lanes.shape[1] > 1:
                 half = lanes.shape[1] // 2
                 lanes = lanes[:, :half] + lanes[:, half:]
             xa = lanes[:, 0].bfloat16().float()
             delta = torch.zeros(part.n_out)
             for r in range(rank):
-                delta += xa[r] * pair[1][:, r]
+                at = r ^ 1 if dot else r
+                delta += xa[at] * pair[1][:, at]
             place = out[row, part.column : part.column + part.n_out]
             place.copy_(place.float() + scales[slot] * delta.bfloat16().float())
     return out
@@ -122,7 +160,7 @@ def test_equals_reference(
         # A rounding of x A^T that falls the other way moves a sum that cancels by its terms' ulp.
         assert_close(out, wanted, near_zero=1 / 16)
         if fast.dtype == torch.bfloat16:
-            assert torch.equal(out, in_the_kernels_order(pool, x, before, slots))
+            assert torch.equal(out, in_the_kernels_order(pool, x, before, slots, dot=fast.uses_dot))
         touched = torch.zeros(out.shape, dtype=torch.bool)
         for j, part in enumerate(pool.slices):
             for row, slot in enumerate(slots):

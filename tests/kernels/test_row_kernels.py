@@ -141,6 +141,37 @@ def test_rope_equals_reference(
     assert (spare == 7.0).all()
 
 
+def test_one_token_with_head_norm_equals_that_token_among_others(plain: HostKernels) -> None:
+    heads, kv_heads, head_dim = 2, 1, 8
+    qkv = random(3, (heads + 2 * kv_heads) * head_dim, dtype=plain.dtype, seed=15)
+    w = random(head_dim, dtype=plain.dtype, seed=16)
+    angles = torch.tensor([[0.5, 0.25, 0.125, 0.0625]])
+    positions, slots = torch.zeros(3, dtype=torch.int32), torch.arange(3)
+    turned, caches = [], []
+    for rows in (3, 1):
+        x = qkv[:rows].clone()
+        cache = torch.zeros(2, 1, kv_heads, 16, head_dim, dtype=plain.dtype)
+        plain.rope_and_cache(
+            x,
+            heads,
+            kv_heads,
+            positions[:rows],
+            angles.cos(),
+            angles.sin(),
+            cache[0],
+            cache[1],
+            slots[:rows],
+            w,
+            w,
+        )
+        turned.append(x[0])
+        caches.append(cache[:, 0, 0, 0])
+    q = heads * head_dim
+    assert torch.equal(turned[1][:q], turned[0][:q])
+    assert torch.equal(caches[1], caches[0])
+    assert not torch.equal(turned[0][:q], qkv[0, :q])
+
+
 def test_the_reference_rope_is_the_textbook_one() -> None:
     kernels = HostKernels(torch.float32, use_numba=False)
     qkv = random(1, 3 * 8, dtype=torch.float32, seed=14)
