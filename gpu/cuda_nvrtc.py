@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import logging
 import os
 import tempfile
@@ -55,8 +56,8 @@ class Compiler:
         self, capability: tuple[int, int], *, form: Form = "cubin", cache_dir: Path | None = None
     ) -> None:
         try:
-            from cuda.bindings import nvrtc
-
+            # By name: the module is compiled, and type checkers cannot see into it.
+            nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
             result, major, minor = nvrtc.nvrtcVersion()
         except (ImportError, RuntimeError) as error:
             raise DeviceError(
@@ -64,7 +65,7 @@ class Compiler:
                 code="cuda-unavailable",
                 subject="nvrtc",
             ) from error
-        self._nvrtc: Any = nvrtc
+        self._nvrtc = nvrtc
         self._check("nvrtcVersion", result, "nvrtc")
         self.version = f"{major}.{minor}"
         self.form: Form = form

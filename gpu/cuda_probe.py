@@ -8,6 +8,7 @@ a test that loaded it changes nothing for the rest of its process.
 from __future__ import annotations
 
 import ctypes
+import importlib
 from typing import Any, Final
 
 from .cuda_errors import error_name
@@ -31,7 +32,7 @@ def why_unavailable(*, test_driver: bool = False) -> str | None:
         test_driver: accept the test driver, and nothing else.
     """
     try:
-        from cuda.bindings import driver
+        driver = driver_module()
     except ImportError:
         return "the package cuda-bindings is not installed (pip install 'rota[cuda]')"
     found = is_test_driver()
@@ -52,7 +53,6 @@ def why_unavailable(*, test_driver: bool = False) -> str | None:
 
 
 def driver_module() -> Any:
-    """``cuda.bindings.driver``; call it only where `why_unavailable` found nothing."""
-    from cuda.bindings import driver
-
-    return driver
+    """``cuda.bindings.driver``; its functions raise RuntimeError where there is no driver."""
+    # By name: the module is compiled, and type checkers cannot see into it.
+    return importlib.import_module("cuda.bindings.driver")

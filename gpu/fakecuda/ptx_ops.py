@@ -186,6 +186,7 @@ def _shift(name: str, value: Lanes, by: Lanes, want: np.dtype[Any]) -> Lanes:
 def _alu(code: KernelCode, op: tuple[str, ...], o: tuple[str, ...]) -> Callable[..., None] | None:
     """The closure of an instruction that only touches registers; ``None`` if it is not known."""
     name, kind = op[0], op[-1]
+    how = op[1] if len(op) > 1 else ""
     if kind not in TYPES:
         return None
     want = np.dtype(TYPES[kind])
@@ -219,13 +220,13 @@ def _alu(code: KernelCode, op: tuple[str, ...], o: tuple[str, ...]) -> Callable[
     if name in ("mov", "cvta"):
         a = r(1)
         return lambda s, sel: s.put(o[0], a(s, sel), sel)
-    if name in BINARY and len(op) <= 3 and (len(op) == 2 or op[1] == "rn"):
+    if name in BINARY and len(op) <= 3 and (len(op) == 2 or how == "rn"):
         a, b, f = r(1), r(2), BINARY[name]
         return lambda s, sel: s.put(o[0], f(a(s, sel), b(s, sel)), sel)
-    if name == "mul" and op[1] == "wide":
+    if name == "mul" and how == "wide":
         a, b, to = r(1), r(2), TYPES[WIDER[kind]]
         return lambda s, sel: s.put(o[0], a(s, sel).astype(to) * b(s, sel).astype(to), sel)
-    if name == "mul" and op[1] == "hi" and want.itemsize == 4:
+    if name == "mul" and how == "hi" and want.itemsize == 4:
         a, b, to = r(1), r(2), TYPES[WIDER[kind]]
 
         def mul_high(s: State, sel: Select) -> None:
@@ -233,19 +234,19 @@ def _alu(code: KernelCode, op: tuple[str, ...], o: tuple[str, ...]) -> Callable[
             s.put(o[0], (product >> to(32)).astype(want), sel)
 
         return mul_high
-    if name == "mul" and op[1] in ("lo", "rn", kind):
+    if name == "mul" and how in ("lo", "rn", kind):
         a, b = r(1), r(2)
         return lambda s, sel: s.put(o[0], a(s, sel) * b(s, sel), sel)
-    if name == "mad" and op[1] == "wide":
+    if name == "mad" and how == "wide":
         a, b, to = r(1), r(2), TYPES[WIDER[kind]]
         c = r(3, WIDER[kind])
         return lambda s, sel: s.put(
             o[0], a(s, sel).astype(to) * b(s, sel).astype(to) + c(s, sel), sel
         )
-    if name == "mad" and op[1] == "lo":
+    if name == "mad" and how == "lo":
         a, b, c = r(1), r(2), r(3)
         return lambda s, sel: s.put(o[0], a(s, sel) * b(s, sel) + c(s, sel), sel)
-    if name == "fma" and op[1] == "rn" and kind == "f32":
+    if name == "fma" and how == "rn" and kind == "f32":
         # The product is exact in float64; the sum is rounded twice, which can differ from a GPU
         # in the last bit once in about 2**29 operations.
         a, b, c = r(1), r(2), r(3)
@@ -267,18 +268,18 @@ def _alu(code: KernelCode, op: tuple[str, ...], o: tuple[str, ...]) -> Callable[
             s.put(o[0], quotient if name == "div" else (x - quotient * y).astype(want), sel)
 
         return divide
-    if name == "div" and op[1] == "rn":
+    if name == "div" and how == "rn":
         a, b = r(1), r(2)
         return lambda s, sel: s.put(o[0], a(s, sel) / b(s, sel), sel)
     if name in ("shl", "shr"):
         a, by_ = r(1), r(2, "u32")
         return lambda s, sel: s.put(o[0], _shift(name, a(s, sel), by_(s, sel), want), sel)
-    if name == "cvt" and len(op) == 3 and op[1] in TYPES:
-        a, to = r(1), TYPES[op[1]]
+    if name == "cvt" and len(op) == 3 and how in TYPES:
+        a, to = r(1), TYPES[how]
         if np.dtype(to).kind == "f" and want.kind == "f" and np.dtype(to).itemsize < want.itemsize:
             return None  # needs a rounding mode
         return lambda s, sel: s.put(o[0], a(s, sel).astype(to), sel)
-    if name == "cvt" and len(op) == 4 and op[1] in ("rn", "rzi") and op[2] in TYPES:
+    if name == "cvt" and len(op) == 4 and how in ("rn", "rzi") and op[2] in TYPES:
         a, to = r(1), TYPES[op[2]]
         return lambda s, sel: s.put(o[0], a(s, sel).astype(to), sel)
     if name in ("neg", "abs", "not"):
@@ -288,8 +289,8 @@ def _alu(code: KernelCode, op: tuple[str, ...], o: tuple[str, ...]) -> Callable[
     if name == "popc":
         a = r(1)
         return lambda s, sel: s.put(o[0], np.bitwise_count(a(s, sel)).astype(np.uint32), sel)
-    if name == "setp" and len(op) == 3 and op[1] in COMPARE:
-        a, b, f = r(1), r(2), COMPARE[op[1]]
+    if name == "setp" and len(op) == 3 and how in COMPARE:
+        a, b, f = r(1), r(2), COMPARE[how]
         return lambda s, sel: s.put(o[0], np.bool_(f(a(s, sel), b(s, sel))), sel)
     if name == "selp":
         a, b, q = r(1), r(2), r(3, "pred")

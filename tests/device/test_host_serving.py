@@ -125,6 +125,7 @@ def test_open_device_names_what_cuda_lacks(monkeypatch):
             if block:
                 patch.setitem(sys.modules, "cuda", None)
                 patch.setitem(sys.modules, "cuda.bindings", None)
+                patch.setitem(sys.modules, "cuda.bindings.driver", None)
             with pytest.raises(DeviceError) as caught:
                 open_device("cuda")
         assert caught.value.code == "cuda-unavailable"
