@@ -3,12 +3,12 @@
 // What it is: header-free CUDA C for NVRTC. The text is specialised by #define lines put in front:
 //   RANK   padded rank, a multiple of 8 (8..128)
 //   CHUNK  elements of k_in one block reduces, a multiple of 256
-// Layouts: A [RANK, k_in], B [n_out, RANK], x and out rows: bf16. Tables: one u64 cell a slot, 0 = no
-// pair; scales f32, one a slot. Up to three slices (q, k, v; gate, up) share x.
+// Layouts: A [RANK, k_in], B [n_out, RANK], x and out rows: bf16. Tables: one u64 cell a slot,
+// 0 = no pair; scales f32, one a slot. Up to three slices (q, k, v; gate, up) share x.
 //
 // Invariants:
-// * a row's result depends on its own x and slot only: the order of every sum is fixed by RANK, CHUNK
-//   and k_in, never by the number of rows, and nothing is added atomically;
+// * a row's result depends on its own x and slot only: the order of every sum is fixed by RANK,
+//   CHUNK and k_in, never by the number of rows, and nothing is added atomically;
 // * neighbouring rows of one slot share the reading of its weights, and still sum alone;
 // * rows with slot -1 and slices with an empty cell read no weights and write nothing;
 // * a slot outside the tables traps: the wrong weights are never used in silence.
@@ -74,8 +74,8 @@ __device__ __forceinline__ Pack load_shared_line(const u16* p) {
   return v;
 }
 
-// Rows that this row serves: itself and those behind it in its group of RUN that have its slot; 0 if
-// a row before it in the group serves it. The same in all threads of a block.
+// Rows that this row serves: itself and those behind it in its group of RUN that have its slot; 0
+// if a row before it in the group serves it. The same in all threads of a block.
 __device__ __forceinline__ int run_of(const int* __restrict__ row_slot, int row, int n_rows,
                                       int slot) {
   const int place = row & (RUN - 1);
@@ -184,14 +184,14 @@ lora_shrink(float* __restrict__ planes, const u16* __restrict__ x, const u64* __
 }
 
 // out[row][column_j + i] = bf16(out + scale * bf16(B[slot][i] . bf16(sum of planes))), in place.
-// Grid (tiles of all slices, n_rows), block EXPAND_THREADS; a block takes 128 * TILES rows of one B.
+// Grid (tiles of all slices, n_rows), block EXPAND_THREADS; a block takes 128 * TILES rows of B.
 extern "C" __global__ void __launch_bounds__(EXPAND_THREADS, RANK <= 96 ? 4 : 3)
 lora_expand(u16* __restrict__ out, const float* __restrict__ planes, const u64* __restrict__ a0,
             const u64* __restrict__ a1, const u64* __restrict__ a2, const u64* __restrict__ b0,
             const u64* __restrict__ b1, const u64* __restrict__ b2, const float* __restrict__ c0,
             const float* __restrict__ c1, const float* __restrict__ c2,
-            const int* __restrict__ row_slot, int n_rows, int out_stride, int n_splits, int n_slices,
-            int max_loras, int n_out0, int n_out1, int n_out2, int column0, int column1,
+            const int* __restrict__ row_slot, int n_rows, int out_stride, int n_splits,
+            int n_slices, int max_loras, int n_out0, int n_out1, int n_out2, int column0, int column1,
             int column2) {
   __shared__ __align__(16) float xa[RUN * RANK];
   const int row = blockIdx.y;
