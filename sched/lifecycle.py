@@ -83,8 +83,11 @@ class Parts:
         stager = Stager(self._stage, workers=config.stage_workers, clock_ns=time.time_ns)
         shell = Shell(self.core, self.runner, self.thread, stager)
         tasks = await self.stack.enter_async_context(anyio.create_task_group())
-        await tasks.start(partial(shell.run))
         self.shell = shell
+        # Its task is shielded, so a cancelled start would wait for it for ever; starting it is
+        # quick, and the cancel is heard right after.
+        with anyio.CancelScope(shield=True):
+            await tasks.start(partial(shell.run))
 
     def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> Any:
         runner = self.runner
