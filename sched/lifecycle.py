@@ -146,7 +146,9 @@ class Parts:
 
 
 def _load_runner(config: EngineConfig, model_dir: Path) -> Runner:
-    device = open_device(config.device)
+    # The runner's memory must be host addressable today; a GPU is opened only when asked for, and
+    # then refused by name.
+    device = open_device("cpu" if config.device == "auto" else config.device)
     try:
         return Runner.load(
             model_dir,

@@ -64,6 +64,7 @@ except ImportError:
 
     def kernel(function: Callable[..., Any]) -> Any:
         """Leave the function as it is."""
+        function.device = function  # type: ignore[attr-defined]
         return function
 
     inlined = kernel

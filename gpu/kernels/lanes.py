@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from .compiled import Compiled
+
 LANES = 16
 types: Any = numba.types
 
@@ -35,8 +37,9 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile with numba on the first call: no GIL, no fast-math, C division."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    """An entry point, compiled on the first call unless its code was kept: no GIL, no fast-math, C
+    division. Other kernels call its ``device`` form."""
+    return Compiled(function)
 
 
 F32 = ir.FloatType()

@@ -25,6 +25,8 @@ from .bf16 import (
 )
 from .norm import rms_norm_kernel, rms_norm_reference
 
+_norm_rows = rms_norm_kernel.device
+
 BLOCK_TOKENS = 16
 
 
@@ -135,7 +137,7 @@ def rope_and_cache_kernel(  # type: ignore[no-untyped-def]
             weight = q_norm if head < heads else k_norm
             if weight:
                 here = qkv + at * width(tag)
-                rms_norm_kernel(tag, 0, one_plus, here, 0, 0, 0, weight, eps, here, 0, 1, head_dim)
+                _norm_rows(tag, 0, one_plus, here, 0, 0, 0, weight, eps, here, 0, 1, head_dim)
             _turn(tag, qkv, at, half, cos, sin, table_at)
         slot = ld_i64(slots, row)
         block, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
