@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -54,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect_parser(commands)
     add_peer_parser(commands)
     add_top_parser(commands)
+    commands.add_parser(
+        "replay",
+        add_help=False,  # it has a parser of its own
+        help="run a recorded or public trace: today's decisions against the recorded ones",
+    )
     return parser
 
 
@@ -100,8 +106,13 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     console = Console()
+    if words[:1] == ["replay"]:
+        from .replay.main import main_replay
+
+        return main_replay(words[1:], partial(console.print, markup=False, highlight=False))
+    args = _parser().parse_args(words)
     run = _COMMANDS[args.command]
     try:
         return run(args, console)

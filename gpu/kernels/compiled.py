@@ -90,7 +90,8 @@ class Compiled:
             return None
         try:
             stored = msgspec.msgpack.decode(body, type=_Stored)
-            codegen = cpu_target.target_context.codegen()
+            context: Any = cpu_target.target_context
+            codegen = context.codegen()
             library = codegen.unserialize_library(
                 (stored.library, "object", (stored.code, stored.bitcode))
             )

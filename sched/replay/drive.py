@@ -225,7 +225,8 @@ class _Simulated:
             self.shell.close()
             await self.shell.closed.wait()
             self.thread.stop()
-        return report
+            return report
+        raise AssertionError("the group above is never cancelled from inside")
 
 
 def run_simulated(

@@ -53,3 +53,9 @@ def test_every_command_explains_itself(command: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0 and "usage: rota" in capsys.readouterr().out
+
+
+def test_replay_explains_itself_and_reads_a_public_trace(capsys: Any) -> None:
+    assert main(["replay", "--help"]) == 0
+    assert "usage:" in capsys.readouterr().out
+    assert main(["replay", "absent-file"]) != 0
