@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,17 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--gpu``: run CUDA tests on the real driver."""
     parser.addoption("--gpu", action="store_true", help="run the CUDA tests on this machine's GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_device_thread_is_left() -> Iterator[None]:
+    """Every engine a test opens is closed when it ends, its device thread too."""
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t.name == "rota-device" and t not in before]
+    for thread in left:
+        thread.join(5)
+    assert not any(t.is_alive() for t in left), "an engine's device thread outlived the test"
 
 
 @pytest.fixture(scope="session")

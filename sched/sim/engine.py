@@ -173,10 +173,12 @@ class SimEngine:
         shell.close()
         assert self._tasks is not None
         # The shell's loop shields itself, so this waits for its orderly end even when cancelled.
-        await self._tasks.__aexit__(None, None, None)
-        self._thread.stop()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._thread.join, 10.0)
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            self._thread.stop()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._thread.join, 10.0)
 
     def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> SimStaged:
         if self._gate is not None:

@@ -278,8 +278,9 @@ def test_a_client_that_does_not_read(kit: Any, serve: Any, tmp_path: Path) -> No
     link._flush()
     stage(Peer(running.address, "big", secret=kit.secret), kit.large)  # others are served
     until = link._clock() + 20
-    while running.peer.counters()["connections_now"]:
-        assert link._clock() < until, "the stalled client is still there"
+    counters, store = running.peer.counters, running.peer.store
+    while counters()["connections_now"] or store.counters()["leases"]:
+        assert link._clock() < until, "the stalled client, or its lease, is still there"
         threading.Event().wait(0.01)
     assert running.peer.counters()["errors"] == 1
     assert running.peer.store.counters()["leases"] == 0
