@@ -21,20 +21,24 @@ import anyio
 import msgspec
 
 from ..errors import CommandError, EngineClosedError, RequestError, RotaError
-from ..gpu.lora.source import AdapterSource, BytesSource, DirectorySource
+from ..gpu.lora.source import AdapterSource
 from ..gpu.model.sampling import SamplingParams
+from .arguments import adapter_source, bad_argument, check, deadline_in, token_ids
 from .config import EngineConfig
 from .core import Stats
 from .core import events as ev
 from .face import DEFAULT, AdapterReply, Default, Source
 from .generation import Generation
 from .lifecycle import Parts
-from .shell import Pending, Shell
+from .shell import Pending
 from .streams import Stream
 from .text.sink import TextSink
 from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger("rota.sched.engine")
+
+#: Makes the id of a source; the shell holds the source under it.
+Hold = Callable[[AdapterSource], int]
 
 
 class Engine:
@@ -126,8 +130,10 @@ class Engine:
         """
         parts = self._live()
         shell, info = parts.shell, parts.runner.info
-        sampling = sampling or SamplingParams()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*prompt]
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise bad_argument("sampling", "rota.SamplingParams", sampling)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         vocab = info.vocab_size
         for position, token in enumerate(ids):
             if not 0 <= token < vocab:
@@ -160,8 +166,9 @@ class Engine:
             stop_ids=tuple(sorted(stop_ids)),
             min_tokens=sampling.min_tokens,
             priority=priority,
-            deadline=None if deadline_s is None else anyio.current_time() + deadline_s,
+            deadline=None if deadline_s is None else deadline_in(deadline_s),
         )
+        check(event)
         shell.submit(event, stream, sampling)
         return Generation(shell, stream)
 
@@ -183,29 +190,29 @@ class Engine:
     async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:
         """Stage a new name and bring it into a slot. Refused if the name is taken."""
         return await self._command(
-            lambda shell, i: ev.Load(i, name, shell.source_id(_source(source)), pin)
+            lambda hold, i: ev.Load(i, name, hold(adapter_source(source)), pin)
         )
 
     async def register(self, name: str, source: Source) -> AdapterReply:
         """Make a name known; it is promoted by the first request that asks for it."""
         return await self._command(
-            lambda shell, i: ev.Register(i, name, shell.source_id(_source(source)))
+            lambda hold, i: ev.Register(i, name, hold(adapter_source(source)))
         )
 
     async def replace(self, name: str, source: Source) -> AdapterReply:
         """A new version of a known name; its running sequences finish on the old version."""
         return await self._command(
-            lambda shell, i: ev.Replace(i, name, shell.source_id(_source(source)))
+            lambda hold, i: ev.Replace(i, name, hold(adapter_source(source)))
         )
 
     async def promote(self, name: str, source: Source | None = None) -> AdapterReply:
         """Make a name resident in a cache slot. ``source`` if the name is not known yet."""
-        return await self._command(lambda shell, i: ev.Promote(i, name, _optional(shell, source)))
+        return await self._command(lambda hold, i: ev.Promote(i, name, _optional(hold, source)))
 
     async def swap(self, name: str, source: Source, slot: int) -> AdapterReply:
         """A new version of ``name`` into slot ``slot``, once that slot has no lease."""
         return await self._command(
-            lambda shell, i: ev.Swap(i, name, shell.source_id(_source(source)), slot)
+            lambda hold, i: ev.Swap(i, name, hold(adapter_source(source)), slot)
         )
 
     async def rotate(self, name: str | None) -> AdapterReply:
@@ -218,7 +225,7 @@ class Engine:
         """Forget a name: new requests are refused at once, running ones finish. After
         ``deadline_s`` seconds the answer is ``still-draining``, or, with ``cancel_late``, what
         still runs is ended and the answer is ``cancelled``."""
-        deadline = anyio.current_time() + deadline_s
+        deadline = deadline_in(deadline_s)
         return await self._command(lambda _, i: ev.Unload(i, name, deadline, cancel_late))
 
     async def pin(self, name: str) -> AdapterReply:
@@ -230,12 +237,13 @@ class Engine:
 
     async def prefetch(self, name: str, source: Source | None = None) -> AdapterReply:
         """Stage a name into the host image cache, so that its promotion is one copy."""
-        return await self._command(lambda shell, i: ev.Prefetch(i, name, _optional(shell, source)))
+        return await self._command(lambda hold, i: ev.Prefetch(i, name, _optional(hold, source)))
 
-    async def _command(self, make: Callable[[Shell, int], ev.Command]) -> AdapterReply:
+    async def _command(self, make: Callable[[Hold, int], ev.Command]) -> AdapterReply:
         shell = self._live().shell
         begin = time.perf_counter()
-        pending: Pending = await shell.command(partial(make, shell))
+        check(make(lambda _: 0, 0))  # before the shell holds the source
+        pending: Pending = await shell.command(partial(make, shell.source_id))
         reply = pending.reply
         assert reply is not None
         return AdapterReply(
@@ -299,14 +307,5 @@ def _no_tokenizer() -> RequestError:
     )
 
 
-def _source(source: Source) -> AdapterSource:
-    if isinstance(source, tuple):
-        tensors, config = source
-        return BytesSource(tensors, config)
-    if isinstance(source, (str, os.PathLike)):
-        return DirectorySource(Path(source))
-    return source
-
-
-def _optional(shell: Shell, source: Source | None) -> int | None:
-    return None if source is None else shell.source_id(_source(source))
+def _optional(hold: Hold, source: Source | None) -> int | None:
+    return None if source is None else hold(adapter_source(source))

@@ -172,5 +172,6 @@ class Stream:
                     error, self._error = self._error, None
                     raise error
                 return None
-            self._wake = anyio.Event()
+            if self._wake.is_set():  # else another reader waits on it, and must be woken too
+                self._wake = anyio.Event()
             await self._wake.wait()
