@@ -59,15 +59,20 @@ class Engine:
         self._model_dir = Path(model_dir)
         self._adapters = dict(adapters or {})
         self._parts: Parts | None = None
+        self._entered_by: int | None = None
         self._rng = random.Random(self.config.seed)
 
     # life time ----------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
-        self._parts = await Parts.open(self.config, self._model_dir)
+        if self._entered_by is not None:
+            raise CommandError("the engine is running already", code="already-running")
+        self._entered_by = anyio.get_current_task().id
         try:
+            self._parts = await Parts.open(self.config, self._model_dir)
             await self._load_startup()
         except BaseException:
             await self.aclose()
+            self._entered_by = None
             raise
         return self
 
@@ -78,13 +83,28 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+        if self._parts is not None:
+            raise CommandError(
+                "left by another task than the one that entered; only that one can free the engine",
+                code="wrong-task",
+            )
 
     async def aclose(self) -> None:
         """End everything now; what runs gets EngineClosedError. Bounded by ``close_timeout_s``.
-        Called by the task that entered the engine."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
+
+        Any task may call it, and as often as it likes; threads and memory are given back when the
+        task that entered the engine calls it or leaves.
+        """
+        parts = self._parts
+        if parts is None:
+            return
+        if anyio.get_current_task().id != self._entered_by:
+            await parts.end()
+            return
+        try:
             await parts.close()
+        finally:
+            self._parts = self._entered_by = None
 
     async def _load_startup(self) -> None:
         """All start-up adapters, staged side by side; the first refusal stops the start."""

@@ -117,12 +117,17 @@ class Parts:
         the shields below must not enclose its exit.
         """
         try:
-            with anyio.CancelScope(shield=True):
-                await self._close_shell()
+            await self.end()
             await self.stack.aclose()
         finally:
             with anyio.CancelScope(shield=True):
                 await self._close_thread()
+
+    async def end(self) -> None:
+        """End all requests and commands, from any task and as often as one likes; threads and
+        memory stay until :meth:`close`."""
+        with anyio.CancelScope(shield=True):
+            await self._close_shell()
 
     async def _close_shell(self) -> None:
         shell = getattr(self, "shell", None)
