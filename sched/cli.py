@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .. import __version__
 from ..errors import RotaError
 from ..rdma.peercli import add_peer_parser, run_peer
 from .inspect_adapter import add_inspect_parser, run_inspect
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="rota",
         description="Serve one base LLM with many LoRA adapters, and change them while it serves.",
     )
+    parser.add_argument("--version", action="version", version=f"rota {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser(
         "fetch-demo-model",
@@ -67,7 +69,7 @@ def _fetch(args: argparse.Namespace, console: Console) -> int:
     from .demo.model import fetch_demo_model
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("demo model", total=None)
 
         def report(done: int, total: int, text: str) -> None:

@@ -89,11 +89,28 @@ def run_inspect(args: argparse.Namespace, console: Console) -> int:
     for name, value in report.items():
         if value in (None, (), {}):
             continue
-        if name == "delta_norm_per_layer":
-            value = _spark(list(value.values()))
-        table.add_row(name, Text(str(value)))
+        table.add_row(name.replace("_", " "), Text(_shown(name, value)))
     console.print(table)
     return code
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value of the report for people; JSON has it exactly."""
+    if name == "delta_norm_per_layer":
+        return _spark(list(value.values()))
+    if name == "seconds":
+        return ", ".join(f"{phase} {took * 1e3:.1f} ms" for phase, took in value.items())
+    if name in ("ranks", "scales"):
+        return ", ".join(f"{what} in {count} pairs" for what, count in value)
+    if name.endswith("_bytes"):
+        return f"{value / 1e6:.1f} MB"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{what} {count}" for what, count in value.items())
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(str, value))
+    return str(value)
 
 
 def _spark(values: list[float]) -> str:

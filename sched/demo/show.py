@@ -6,6 +6,7 @@ Everything shown is measured in the run that shows it. Writes to the console it 
 from __future__ import annotations
 
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ..engine import Engine
 QUESTION = "What is the capital of France?"
 LONG_QUESTION = "Tell me a long story about a ship and its crew."
 NAMES = ("pirate", "json", "sentiment")
+_WIDTH, _HEIGHT = 38, 9
 _STYLES = {None: "white", "pirate": "cyan", "json": "green", "sentiment": "magenta"}
 
 
@@ -33,7 +35,10 @@ class Track:
     """One stream of the demo: its text and when each token came (seconds, perf_counter)."""
 
     name: str | None
+    label: str = ""
     text: str = ""
+    #: The model ended its answer; what it is made to decode after that is counted, not shown.
+    answered: bool = False
     times: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -42,7 +47,7 @@ class Track:
 
     @property
     def title(self) -> str:
-        return self.name or "base"
+        return self.label or self.name or "base"
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Gaps between tokens that overlap [begin, end]."""
@@ -50,14 +55,20 @@ class Track:
         return [b - a for a, b in pairs if b >= begin and a <= end]
 
 
+def _newest(text: str) -> str:
+    """The last lines of a text, as many as a panel shows."""
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, _WIDTH - 4) or [""]]
+    return "\n".join(lines[2 - _HEIGHT :])
+
+
 def _panels(tracks: Sequence[Track], note: str) -> Group:
     panels = [
         Panel(
-            Text(t.text[-400:] or "...", style=_STYLES.get(t.name, "white")),
+            Text(_newest(t.text) or "...", style=_STYLES.get(t.name, "white")),
             title=t.title,
-            subtitle=t.finish or f"{len(t.times)} tokens",
-            width=38,
-            height=9,
+            subtitle=f"{len(t.times)} tokens" + (f", {t.finish}" if t.finish else ""),
+            width=_WIDTH,
+            height=_HEIGHT,
         )
         for t in tracks
     ]
@@ -71,7 +82,9 @@ async def _follow(engine: Engine, track: Track, prompt: list[int], params: Sampl
             track.versions.append(event.adapter_id)
             if len(track.times) == 30:
                 track.under_way.set()
-        track.text += event.text
+            track.answered = track.answered or event.token_id in engine.info.eos_ids
+        if not track.answered:
+            track.text += event.text
         track.finish = event.finish_reason or track.finish
 
 
@@ -90,7 +103,10 @@ async def _show(console: Console, tracks: list[Track], note: str, done: anyio.Ev
 async def run_demo(model_dir: Path, adapters_dir: Path, console: Console) -> None:
     """Run it all. Raises RotaError by name when something cannot be served."""
     console.rule("[bold]rota: one model, many adapters, changed while it serves")
-    console.print(f"starting one engine on {model_dir.name} with adapters {', '.join(NAMES)} ...")
+    console.print(
+        f"starting one engine on {model_dir.name} with adapters {', '.join(NAMES)}; "
+        "a first start also compiles kernels ..."
+    )
     begin = time.perf_counter()
     adapters = {name: adapters_dir / name for name in NAMES}
     async with Engine(model_dir, adapters=adapters, max_loras=8, max_lora_rank=16) as engine:
@@ -116,10 +132,11 @@ async def _side_by_side(engine: Engine, console: Console) -> None:
 
 async def _live_swaps(engine: Engine, adapters_dir: Path, console: Console) -> None:
     prompt = engine.chat_prompt([{"role": "user", "content": LONG_QUESTION}])
+    # Past the ends of their answers, so that the swaps meet running streams.
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     steady = [Track(None), Track("json"), Track("sentiment"), Track("pirate")]
-    after = Track("pirate")
-    fourth = Track("fourth")
+    after = Track("pirate", "pirate, asked again")
+    fourth = Track("fourth", "the fourth")
     rows: list[tuple[str, float]] = []
     done = anyio.Event()
     window: list[float] = []
@@ -139,7 +156,9 @@ async def _live_swaps(engine: Engine, adapters_dir: Path, console: Console) -> N
             fresh.start_soon(_follow, engine, fourth, ask, short)
 
     async with anyio.create_task_group() as show:
-        note = "2. four long streams decode; meanwhile pirate is replaced and a fourth promoted"
+        note = (
+            "2. four streams decode, on past their answers; pirate is replaced, a fourth promoted"
+        )
         show.start_soon(_show, console, [*steady, after, fourth], note, done)
         async with anyio.create_task_group() as streams:
             for track in steady:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rota.sched.cli import main
+from rota.sched.demo.show import _newest
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "tests" / "data" / "oracle" / "llama"
@@ -59,3 +60,24 @@ def test_replay_explains_itself_and_reads_a_public_trace(capsys: Any) -> None:
     assert main(["replay", "--help"]) == 0
     assert "usage:" in capsys.readouterr().out
     assert main(["replay", "absent-file"]) != 0
+
+
+def test_the_table_of_an_accepted_adapter_is_for_people(capsys: Any) -> None:
+    adapter = LLAMA / "adapters" / "attn_mlp_r8"
+    assert main(["inspect", str(adapter), "--model", str(LLAMA / "base")]) == 0
+    shown = capsys.readouterr().out
+    assert "8 in 14 pairs" in shown and "slot bytes" in shown and " MB" in shown
+    assert not any(mark in shown for mark in "{}()'")
+
+
+def test_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("rota 0.")
+
+
+def test_a_panel_of_the_demo_shows_the_newest_lines() -> None:
+    text = "\n".join(f"line {n}" for n in range(20)) + "\n" + "word " * 20
+    shown = _newest(text).split("\n")
+    assert len(shown) == 7 and max(map(len, shown)) <= 34
+    assert shown[-1].endswith("word") and "line 19" in shown and "line 0" not in shown

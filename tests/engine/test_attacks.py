@@ -341,6 +341,26 @@ async def test_tight_limits_change_no_token(llama: Any, tight: dict[str, int]) -
                     tasks.start_soon(one, "attn_mlp_r8", "a")
 
 
+def test_thirty_engines_one_after_the_other_in_a_thread_of_their_own(llama: Any) -> None:
+    """Threads and open files stay as they were after the first one."""
+    seen: list[tuple[int, int]] = []
+
+    async def life() -> None:
+        async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **SMALL) as engine:
+            assert await ids(engine, llama.prompt("base"), None, 12) == llama.greedy("base")
+
+    def lives() -> None:
+        for turn in range(30):
+            anyio.run(life, backend=("asyncio", "trio")[turn % 2])
+            gc.collect()
+            seen.append((threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))))
+
+    thread = threading.Thread(target=lives)
+    thread.start()
+    thread.join()
+    assert len(seen) == 30 and max(seen[2:]) <= max(seen[:2]), seen
+
+
 def test_a_process_killed_with_a_running_engine_leaves_nothing(llama: Any, tmp_path: Path) -> None:
     program = (
         "import anyio, rota, sys\n"
