@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from ...errors import DeviceError, InternalError, RotaError
+from ...errors import DeviceError
 from ..device import Device
 from ..kernels.host import HostKernels
 from ..kernels.rope import BLOCK_TOKENS
@@ -28,6 +26,15 @@ from .adapters import Adapters
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
+from .contract import (
+    LogitsSink,
+    OpenSequences,
+    RunnerInfo,
+    check_limits,
+    named_failure,
+    no_slots,
+    row_output,
+)
 from .kv import KvCache, blocks_within, spare_bytes
 from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
@@ -37,32 +44,6 @@ from .weights import DtypeName, Weights, load_weights
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
 
 logger = logging.getLogger("rota.gpu.model.runner")
-
-MAX_STEP_TOKENS: Final = 1 << 16
-MAX_SEQUENCES: Final = 1 << 14
-MAX_OPEN: Final = 1 << 16
-"""Sequences with a sampler at once: running ones, and preempted ones that will come back."""
-
-LogitsSink = Callable[[list[int], torch.Tensor], None]
-"""Called with the sequence ids that sample and their logits ``[rows, vocab]`` before sampling."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerInfo:
-    """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B."""
-
-    family: str
-    dtype: str
-    vocab_size: int
-    context_length: int
-    eos_ids: tuple[int, ...]
-    num_blocks: int
-    block_size: int
-    model_bytes: int
-    kv_bytes: int
-    pool_bytes: int
-    max_loras: int
-    max_lora_rank: int
 
 
 class Runner:
@@ -92,7 +73,7 @@ class Runner:
     ) -> None:
         self._device = device
         self._closed = False
-        self._samplers: dict[int, Sampler] = {}
+        self._sequences = OpenSequences(config.vocab, config.eos_ids)
         self._adapters: Adapters | None = None
         self._kv: KvCache | None = None
         self._model: LlamaModel | None = None
@@ -173,19 +154,9 @@ class Runner:
             ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
             DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory, and others.
         """
-        for name, value, low, high in (
-            ("max_loras", max_loras, 0, 4096),
-            ("max_step_tokens", max_step_tokens, 1, MAX_STEP_TOKENS),
-            ("max_sequences", max_sequences, 1, MAX_SEQUENCES),
-        ):
-            if type(value) is not int or not low <= value <= high:
-                raise DeviceError(
-                    "a runner parameter is out of range",
-                    code="bad-argument",
-                    subject=name,
-                    expected=f"an integer in {low}..{high}",
-                    found=repr(value),
-                )
+        check_limits(
+            max_loras=max_loras, max_step_tokens=max_step_tokens, max_sequences=max_sequences
+        )
         path = Path(model_dir)
         config = load_config(path)
         weights, kernels = load_weights(path, config, dtype, use_numba=use_numba)
@@ -220,7 +191,7 @@ class Runner:
         model, adapters = self._alive(), self._adapters
         n = self._batch.fill([RowInput(0, -1, 0, (0,), (0,), True)])
         begin = time.perf_counter()
-        with torch.inference_mode(), _named_failure():
+        with torch.inference_mode(), named_failure():
             model.embed(n)
             if adapters is None:
                 h, delta = model.layers(n, None, 0)
@@ -238,19 +209,11 @@ class Runner:
             InternalError: sequence-open, too-many-sequences. RequestError: as `Sampler`.
         """
         self._alive()
-        if seq in self._samplers:
-            raise InternalError(
-                "this sequence is open already", code="sequence-open", subject=f"sequence {seq}"
-            )
-        if len(self._samplers) >= MAX_OPEN:
-            raise InternalError(
-                "too many open sequences", code="too-many-sequences", expected=MAX_OPEN
-            )
-        self._samplers[seq] = Sampler(prompt, sampling, self.info.vocab_size, self.info.eos_ids)
+        self._sequences.open(seq, prompt, sampling)
 
     def close_sequence(self, seq: int) -> None:
         """Forget the sampler state of ``seq``. Idempotent."""
-        self._samplers.pop(seq, None)
+        self._sequences.close(seq)
 
     # Slots
 
@@ -279,7 +242,7 @@ class Runner:
         """
         model = self._alive()
         slots = self._row_slots(rows)
-        with torch.inference_mode(), _named_failure():
+        with torch.inference_mode(), named_failure():
             return self._run(model, rows, self._batch.fill(rows), slots)
 
     def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
@@ -290,13 +253,7 @@ class Runner:
             if self._adapters is not None:
                 self._adapters.check(row.slot, row.seq)
             elif row.slot != -1:
-                raise InternalError(
-                    "a row names a slot, and this runner has none",
-                    code="empty-slot",
-                    subject=f"sequence {row.seq}",
-                    expected=-1,
-                    found=row.slot,
-                )
+                raise no_slots(row.seq, row.slot)
         return slots
 
     def _run(
@@ -326,22 +283,16 @@ class Runner:
             self.logits_sink([rows[i].seq for i in sampling], logits)
         choices = iter(self._choose([rows[i].seq for i in sampling], logits))
         return [
-            _output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
+            row_output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
             for row in rows
         ]
 
     def _choose(self, seqs: list[int], logits: torch.Tensor) -> list[Choice]:
-        samplers = [self._samplers.get(seq) for seq in seqs]
-        found = [sampler for sampler in samplers if sampler is not None]
-        if len(found) == len(samplers):
-            return self._sample(found, logits)
-        # Opening was refused for these; the others go on.
-        open_rows = [i for i, sampler in enumerate(samplers) if sampler is not None]
-        chosen = iter(self._sample(found, logits[open_rows]))
-        return [
-            Choice(-1, error=_not_open(seq)) if sampler is None else next(chosen)
-            for seq, sampler in zip(seqs, samplers, strict=True)
-        ]
+        def choose(rows: list[int], samplers: list[Sampler]) -> list[Choice]:
+            whole = len(rows) == len(seqs)
+            return self._sample(samplers, logits if whole else logits[rows])
+
+        return self._sequences.choose(seqs, choose)
 
     # Life time
 
@@ -361,7 +312,7 @@ class Runner:
     def _free(self) -> None:
         self._closed = True
         self._model = None
-        self._samplers.clear()
+        self._sequences.clear()
         # Last in, first out: queued work ends before the memory it uses is given back, and one
         # failure does not keep the rest.
         with ExitStack() as stack:
@@ -371,28 +322,3 @@ class Runner:
                 stack.callback(self._kv.close)
             stack.callback(self._device.destroy_stream, self._stream)
             stack.callback(self._device.synchronize, self._stream)
-
-
-@contextmanager
-def _named_failure() -> Iterator[None]:
-    """Turn what a library raises into a DeviceError with a code."""
-    try:
-        yield
-    except RotaError:
-        raise
-    except Exception as error:
-        raise DeviceError(
-            f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
-        ) from error
-
-
-def _output(seq: int, choice: Choice) -> RowOutput:
-    return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)
-
-
-def _not_open(seq: int) -> InternalError:
-    return InternalError(
-        "this sequence was never opened, or is closed",
-        code="sequence-not-open",
-        subject=f"sequence {seq}",
-    )

@@ -1,0 +1,158 @@
+"""What every runner's contract shares: its facts, its limits, the open sequences, named failures.
+
+What it owns: the sampler of every open sequence (`OpenSequences`). Invariants: a sequence that was
+not opened fails alone, by name; what a library raises inside a step leaves as a DeviceError with a
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ...errors import DeviceError, InternalError, RotaError
+from .batch import RowOutput
+from .sampling import Choice, Sampler, SamplingParams
+
+MAX_STEP_TOKENS: Final = 1 << 16
+MAX_SEQUENCES: Final = 1 << 14
+MAX_OPEN: Final = 1 << 16
+"""Sequences with a sampler at once: running ones, and preempted ones that will come back."""
+
+LogitsSink = Callable[[list[int], torch.Tensor], None]
+"""Called with the sequence ids that sample and their logits ``[rows, vocab]`` before sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B."""
+
+    family: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    eos_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    model_bytes: int
+    kv_bytes: int
+    pool_bytes: int
+    max_loras: int
+    max_lora_rank: int
+
+
+def check_limits(*, max_loras: int, max_step_tokens: int, max_sequences: int) -> None:
+    """Refuse sizes no runner serves.
+
+    Raises:
+        DeviceError: bad-argument.
+    """
+    for name, value, low, high in (
+        ("max_loras", max_loras, 0, 4096),
+        ("max_step_tokens", max_step_tokens, 1, MAX_STEP_TOKENS),
+        ("max_sequences", max_sequences, 1, MAX_SEQUENCES),
+    ):
+        if type(value) is not int or not low <= value <= high:
+            raise DeviceError(
+                "a runner parameter is out of range",
+                code="bad-argument",
+                subject=name,
+                expected=f"an integer in {low}..{high}",
+                found=repr(value),
+            )
+
+
+@contextmanager
+def named_failure() -> Iterator[None]:
+    """Turn what a library raises into a DeviceError step-failed."""
+    try:
+        yield
+    except RotaError:
+        raise
+    except Exception as error:
+        raise DeviceError(
+            f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
+        ) from error
+
+
+def no_slots(seq: int, slot: int) -> InternalError:
+    """The refusal of a row that names a slot of a runner without slots."""
+    return InternalError(
+        "a row names a slot, and this runner has none",
+        code="empty-slot",
+        subject=f"sequence {seq}",
+        expected=-1,
+        found=slot,
+    )
+
+
+def row_output(seq: int, choice: Choice) -> RowOutput:
+    """What a row's choice becomes in the step's answer."""
+    return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)
+
+
+class OpenSequences:
+    """The samplers of the open sequences.
+
+    Args:
+        vocab: width of a row of logits.
+        eos_ids: the model's own end ids.
+    """
+
+    def __init__(self, vocab: int, eos_ids: tuple[int, ...]) -> None:
+        self._vocab, self._eos_ids = vocab, eos_ids
+        self._samplers: dict[int, Sampler] = {}
+
+    def open(self, seq: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Make the sampler state of ``seq``.
+
+        Raises:
+            InternalError: sequence-open, too-many-sequences. RequestError: as `Sampler`.
+        """
+        if seq in self._samplers:
+            raise InternalError(
+                "this sequence is open already", code="sequence-open", subject=f"sequence {seq}"
+            )
+        if len(self._samplers) >= MAX_OPEN:
+            raise InternalError(
+                "too many open sequences", code="too-many-sequences", expected=MAX_OPEN
+            )
+        self._samplers[seq] = Sampler(prompt, sampling, self._vocab, self._eos_ids)
+
+    def close(self, seq: int) -> None:
+        """Forget ``seq``. Idempotent."""
+        self._samplers.pop(seq, None)
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self._samplers.clear()
+
+    def choose(
+        self, seqs: Sequence[int], choose: Callable[[list[int], list[Sampler]], list[Choice]]
+    ) -> list[Choice]:
+        """A choice for each of ``seqs``; those that are not open fail alone.
+
+        Args:
+            seqs: the sequence of each row of logits.
+            choose: called with the rows whose sequence is open, and their samplers.
+        """
+        samplers = [self._samplers.get(seq) for seq in seqs]
+        rows = [row for row, sampler in enumerate(samplers) if sampler is not None]
+        # Opening was refused for the others; these go on.
+        chosen = iter(choose(rows, [s for s in samplers if s is not None]))
+        return [
+            Choice(-1, error=_not_open(seq)) if sampler is None else next(chosen)
+            for seq, sampler in zip(seqs, samplers, strict=True)
+        ]
+
+
+def _not_open(seq: int) -> InternalError:
+    return InternalError(
+        "this sequence was never opened, or is closed",
+        code="sequence-not-open",
+        subject=f"sequence {seq}",
+    )
