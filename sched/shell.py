@@ -346,4 +346,5 @@ class Shell:
             image = outcome.cached if outcome.cached >= 0 else stage
             self._stager.keep(image, outcome, source)
             nbytes = int(outcome.staged.image.nbytes)
-            self._arrive(ev.StageDone(stage, image, outcome.staged.digest, nbytes))
+            reusable = outcome.signature is not None
+            self._arrive(ev.StageDone(stage, image, outcome.staged.digest, nbytes, reusable))

@@ -100,7 +100,7 @@ def start_waiting(state: State) -> bool:
 
 def stage_done(state: State, event: StageDone) -> None:
     job = state.stages.pop(event.stage)
-    state.names.image_staged(event.image, event.nbytes)
+    state.names.image_staged(event.image, event.nbytes, reusable=event.reusable)
     job.image, job.digest = event.image, event.digest
     state.trim_images()
     if job.abandoned:

@@ -159,12 +159,16 @@ class CancelCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StageDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A slot image is ready in host memory. ``image`` may be one that was already cached."""
+    """A slot image is ready in host memory. ``image`` may be one that was already cached.
+
+    ``reusable``: a later stage can find this image by what its source looks like, without reading
+    it; one that no version uses is then still worth its place in the cache."""
 
     stage: int
     image: int
     digest: str
     nbytes: int
+    reusable: bool = False
 
 
 class StageFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -58,8 +58,10 @@ class Registry:
         self._images: OrderedDict[int, int] = OrderedDict()
         self._holders: dict[int, int] = {}
         self._versions: dict[int, set[Version]] = {}
-        #: Images that lost their last version or job: dropped by the next trim unless used again.
+        #: Images that lost their last version or job: the next trim drops those that no stage
+        #: could find again.
         self._loose: set[int] = set()
+        self._reusable: set[int] = set()
         self._image_budget = image_bytes
         self.image_bytes = 0
         # A name that comes back must not reuse a generation, or caches keyed by adapter_id would
@@ -99,8 +101,10 @@ class Registry:
         return [source]
 
     # images -----------------------------------------------------------------------------------
-    def image_staged(self, image: int, nbytes: int) -> None:
-        """A job holds a fresh (or again used) image."""
+    def image_staged(self, image: int, nbytes: int, *, reusable: bool = False) -> None:
+        """A job holds a fresh (or again used) image; see `StageDone` for ``reusable``."""
+        if reusable:
+            self._reusable.add(image)
         if image not in self._images:
             self._images[image] = nbytes
             self.image_bytes += nbytes
@@ -130,26 +134,31 @@ class Registry:
         version.image = -1
 
     def trim(self) -> list[int]:
-        """Images to drop: those no version has any more, then, until the cache fits, the least
-        recently used; never one that a job holds."""
+        """Images to drop: those that neither a version nor a later stage can use, then, until the
+        cache fits, the least recently used, those of no version first; never one a job holds."""
         dropped: list[int] = []
         for image in sorted(self._loose):
-            if image in self._images and not (image in self._holders or image in self._versions):
-                self.image_bytes -= self._images.pop(image)
-                dropped.append(image)
+            if image in self._images and image not in self._reusable and self._unused(image):
+                dropped.append(self._drop(image))
         self._loose.clear()
-        if self.image_bytes <= self._image_budget:
-            return dropped
-        for image in list(self._images):
-            if self.image_bytes <= self._image_budget:
-                break
-            if image in self._holders:
-                continue
-            self.image_bytes -= self._images.pop(image)
-            for version in self._versions.pop(image, set()):
-                version.image = -1
-            dropped.append(image)
+        if self.image_bytes > self._image_budget:
+            order = sorted(self._images, key=lambda image: image in self._versions)
+            for image in order:
+                if self.image_bytes <= self._image_budget:
+                    break
+                if image not in self._holders:
+                    dropped.append(self._drop(image))
         return dropped
+
+    def _unused(self, image: int) -> bool:
+        return image not in self._holders and image not in self._versions
+
+    def _drop(self, image: int) -> int:
+        self.image_bytes -= self._images.pop(image)
+        self._reusable.discard(image)
+        for version in self._versions.pop(image, set()):
+            version.image = -1
+        return image
 
     def check(self, jobs: list[Job]) -> None:
         """Holds equal holders: images by jobs, sources by names and jobs, bytes by images."""
@@ -165,8 +174,8 @@ class Registry:
             raise InternalError("holds and holders disagree", subject="registry")
         if self.image_bytes != sum(self._images.values()):
             raise InternalError("image bytes and images disagree", subject="registry")
-        useful = self._holders.keys() | self._versions.keys() | self._loose
-        if not self._images.keys() <= useful:
+        useful = self._holders.keys() | self._versions.keys() | self._loose | self._reusable
+        if not self._images.keys() <= useful or not self._reusable <= self._images.keys():
             raise InternalError("an image is kept for nobody", subject="registry")
         over = self.image_bytes > self._image_budget
         if over and any(i not in self._holders for i in self._images):

@@ -221,11 +221,12 @@ class SimStager:
             raise StagingError("cancelled", code="stage-cancelled")
         if source.error is not None:
             raise source.error
+        signature = None if source.path is None else ((source.path, source.nbytes, 0, 0),)
         cached = self._known.get(source, -1)
         if cached in self.images:
-            return StageOutcome(self.images[cached], cached, None)
+            return StageOutcome(self.images[cached], cached, signature)
         image = SimImage(source.content, source.nbytes)
-        return StageOutcome(SimStaged(image, None, source.content), -1, None)
+        return StageOutcome(SimStaged(image, None, source.content), -1, signature)
 
     def cancel(self, stage: int) -> None:
         flag = self._flags.get(stage)

@@ -126,7 +126,7 @@ class Ledger:
             case ev.CommitFailed(commit, failure, _):
                 self.need(not failure.code.startswith("sim-"), "device", failure.message)
                 self.commits.pop(commit)
-            case ev.StageDone(stage, image, _, _):
+            case ev.StageDone(stage, image):
                 self.stages.pop(stage)
                 self.images.add(image)
             case ev.StageFailed(stage):

@@ -191,6 +191,27 @@ async def test_bytes_and_directory_give_the_same_version(llama: Any) -> None:
         assert await ids(engine, prompt, "b") == llama.greedy("attn_mlp_r8")
 
 
+async def test_a_replaced_directory_comes_back_from_the_host_cache(llama: Any) -> None:
+    one, two = llama.adapter("attn_mlp_r8"), llama.adapter("rslora_r16_bf16")
+    options = {**SMALL, "max_lora_rank": 16}
+    async with rota.Engine(llama.model, {"a": one}, **options) as engine:
+        first = await engine.replace("a", two)
+        await engine.replace("a", one)
+        again = await engine.replace("a", two)
+        assert again.report is first.report, "the image of the first replace, not a new one"
+        assert again.adapter_id != first.adapter_id
+        assert await ids(engine, llama.prompt("rslora_r16_bf16"), "a") == llama.greedy(
+            "rslora_r16_bf16"
+        )
+        raw = tuple(
+            (two / f"adapter_{n}").read_bytes() for n in ("model.safetensors", "config.json")
+        )
+        held = engine.stats().image_bytes
+        for source in (raw, one, raw, one):
+            assert (await engine.replace("a", source)).outcome in ("done", "unchanged")
+        assert engine.stats().image_bytes == held, "bytes nobody can find again are not kept"
+
+
 async def test_default_adapter_rotates_for_later_requests_only(llama: Any) -> None:
     prompt = llama.prompt("attn_mlp_r8")
     async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **SMALL) as engine:
