@@ -35,7 +35,8 @@ class LoadReport:
         head_rows: token rows replaced in lm_head.
         slot_bytes: bytes the adapter takes in the pool.
         file_bytes: tensor bytes read.
-        seconds: wall seconds per phase (read, digest, audit, pack) by the given clock.
+        seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
+            was left to wait for of the digest, which is taken beside audit and pack.
     """
 
     tensors: int

@@ -1,4 +1,4 @@
-"""From a source to a slot image: read, digest, audit, pack.
+"""From a source to a slot image: read, audit, pack, and the digest beside the last two.
 
 What it owns: the order of the phases, their times and the points where staging can be cancelled.
 Invariants: touches no slot; returns everything or raises; the same bytes give the same image. Many
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -107,18 +108,21 @@ def stage(
 
     raw = source.read(limits.files)
     phase_done()
-    digest = raw.digest()
-    phase_done()
-    config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
-    tensors = parse_shards(raw.shards, limits.files)
-    audited = audit(config, tensors, layout, base_rows)
-    phase_done()
-    packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)
-    pack_pairs(audited.pairs, layout, packed)
-    pack_overlay(audited.overlay, layout, packed)
+    # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.
+    with ThreadPoolExecutor(1, thread_name_prefix="rota-digest") as beside:
+        digesting = beside.submit(raw.digest)
+        config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
+        tensors = parse_shards(raw.shards, limits.files)
+        audited = audit(config, tensors, layout, base_rows)
+        phase_done()
+        packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)
+        pack_pairs(audited.pairs, layout, packed)
+        pack_overlay(audited.overlay, layout, packed)
+        phase_done()
+        digest = digesting.result()
     phase_done()
     image = _image(audited, layout, packed, digest)
-    names = ("read", "digest", "audit", "pack")
+    names = ("read", "audit", "pack", "digest")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
     report = _report(config, tensors, audited, layout, raw.nbytes, seconds)
     return StagedAdapter(image, report, digest)
