@@ -15,6 +15,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
     ``overlay_rows``: embedding and head rows a slot may override. ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
+    ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
     ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
     ``seed``: of the draws of requests that bring no seed (``None``: from the system)."""
 
@@ -28,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: _Positive = 4096
     max_step_tokens: _Positive = 512
     mixed_step_tokens: _Positive = 128
+    prefix_cache: bool = True
     drain_after_s: _Seconds = 0.5
     image_cache_bytes: _Count = 1 << 30
     stage_workers: _Positive = 2

@@ -76,6 +76,7 @@ class Parts:
                 max_waiting=config.max_waiting,
                 max_step_tokens=config.max_step_tokens,
                 mixed_step_tokens=config.mixed_step_tokens,
+                prefix_cache=config.prefix_cache,
                 drain_after_s=config.drain_after_s,
                 image_cache_bytes=config.image_cache_bytes,
             )

@@ -185,6 +185,7 @@ def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
         state.names.unlink(old)
         if old.slot >= 0:
             _supersede(state, old)
+        state.version_left(old)
 
 
 def relink(state: State, version: Version, image: int) -> None:

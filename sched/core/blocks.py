@@ -34,9 +34,8 @@ class BlockPool:
             self._free.append(block)
         blocks.clear()
 
-    def check(self, holders: list[list[int]]) -> None:
+    def check(self, held: list[int]) -> None:
         """Conservation: the holders' blocks are exactly the held ones, each once."""
-        held = [b for blocks in holders for b in blocks]
         if len(held) != len(set(held)) or set(held) != self._held:
             raise self._log.broken("blocks", "held blocks and holders disagree")
         if len(self._held) + len(self._free) != self.total:

@@ -225,6 +225,8 @@ def _unload(state: State, command: int, name: str, deadline: float, cancel_late:
         if slot.state is SlotState.IN_USE:
             state.slots.drain(slot, -1)
         busy.add(slot.index)
+    if entry.current is not None:
+        state.version_left(entry.current)
     state.log.add(f"adapter {name}", "unloaded")
     state.commands[command] = -1
     state.unloading.append(Unloading(command, name, deadline, cancel_late, busy))

@@ -10,6 +10,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``max_context``: tokens of one sequence. ``max_step_tokens``: tokens of one step when nothing
     decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens).
     ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
+    ``prefix_cache``: keep KV blocks of computed tokens for requests that begin alike (not for
+    models with recurrent state, whose KV blocks are not all of their state).
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image)."""
 
@@ -22,6 +24,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int = 512
     mixed_step_tokens: int = 128
     watermark_blocks: int = 4
+    prefix_cache: bool = True
     drain_after_s: float = 0.5
     failure_backoff_s: float = 1.0
     max_names: int = 100_000

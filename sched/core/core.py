@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ...errors import InternalError
 from . import adapters, commands, placement, planning, requests
-from .blocks import BlockPool
 from .config import CoreConfig
 from .effects import Closed, Effect
 from .events import (
@@ -28,6 +27,7 @@ from .events import (
     Submit,
     Tick,
 )
+from .memory import KvMemory
 from .registry import Registry
 from .slots import SlotTable
 from .snapshot import Stats, snapshot
@@ -50,7 +50,7 @@ class Core:
             log=log,
             slots=SlotTable(config.max_loras, log),
             names=Registry(config.image_cache_bytes, config.max_remembered_generations),
-            blocks=BlockPool(config.num_blocks, log),
+            memory=KvMemory(config.num_blocks, config.block_size, config.prefix_cache, log),
         )
         self._started = False
 
@@ -116,6 +116,7 @@ class Core:
         adapters.fail_all(state, closing)
         for seq in list(state.seqs.values()):
             state.end(seq, "error", closing)
+        state.memory.prefix.disable()
 
     def _maybe_closed(self) -> None:
         state = self._state
@@ -148,7 +149,7 @@ class Core:
     def check(self) -> None:
         """Every conservation law; raises InternalError with what is broken."""
         state = self._state
-        state.blocks.check([s.blocks for s in state.seqs.values()])
+        state.memory.check(state.seqs.values())
         leases: dict[int, set[int]] = {}
         for seq in state.seqs.values():
             if seq.leased and seq.slot >= 0:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from . import adapters
 from .effects import OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
+from .identity import BASE_ID
 from .lanes import Lane
+from .prefix import Node
 from .sequences import Sequence
 from .state import State, Step
 from .tables import SeqEvent, SeqState, SlotState
@@ -20,15 +22,15 @@ def plan(state: State) -> None:
     if state.step is not None or state.dead is not None:
         return
     rows: list[Row] = []
-    config = state.config
+    size = state.config.block_size
     for seq in [s for s in state.running.values() if s.state is SeqState.DECODE]:
         length = len(seq.tokens)
         # An earlier row of this step may have preempted it to find a block.
-        if length <= len(seq.blocks) * config.block_size or (
+        if length <= len(seq.blocks) * size or (
             seq.state is SeqState.DECODE and _grow(state, seq, length, rows)
         ):
             rows.append(_row(seq, length))
-    budget = (config.mixed_step_tokens if rows else config.max_step_tokens) - len(rows)
+    budget = _prefill_budget(state, len(rows))
     for seq in [s for s in state.running.values() if s.state is SeqState.PREFILL]:
         if budget <= 0:
             break
@@ -43,6 +45,16 @@ def plan(state: State) -> None:
     state.step = step
     state.counters.steps += 1
     state.out.append(RunStep(step.id, step.rows))
+
+
+def _prefill_budget(state: State, decoding: int) -> int:
+    """Tokens of prefill beside ``decoding`` rows. However many decode, a block's worth is left (or
+    half of ``mixed_step_tokens``), or who waits to be prefilled would wait until they end."""
+    config = state.config
+    if not decoding:
+        return config.max_step_tokens
+    least = max(1, min(config.mixed_step_tokens // 2, config.block_size))
+    return max(config.mixed_step_tokens - decoding, least)
 
 
 def _row(seq: Sequence, end: int) -> Row:
@@ -64,18 +76,15 @@ def _prefill(state: State, seq: Sequence, budget: int, rows: list[Row]) -> int:
 def _grow(state: State, seq: Sequence, length: int, rows: list[Row]) -> bool:
     """Make ``seq`` hold blocks for ``length`` tokens, preempting others if it must; false if
     ``seq`` itself had to give way."""
-    need = -(-length // state.config.block_size) - len(seq.blocks)
-    if need <= 0:
-        return True
-    while need > state.blocks.free:
+    memory = state.memory
+    while memory.missing(seq, length) > 0:
         victim = _preemption_victim(state, rows)
         if victim is None:
             return False
         _preempt(state, victim)
         if victim is seq:
             return False
-    for _ in range(need):
-        seq.blocks.append(state.blocks.take())
+    memory.grow(seq, length)
     return True
 
 
@@ -93,10 +102,10 @@ def _preemption_victim(state: State, rows: list[Row]) -> Sequence | None:
 
 
 def _preempt(state: State, seq: Sequence) -> None:
-    """Back to waiting, to be recomputed later. Its lease is kept: the version must not change."""
+    """Back to waiting, to be recomputed later as far as the prefix cache has lost its blocks by
+    then. Its lease is kept: the version must not change."""
     seq.move(SeqEvent.PREEMPT, state.log)
-    state.blocks.give_back(seq.blocks)
-    seq.computed = 0
+    state.memory.give_back(seq)
     del state.running[seq.id]
     state.lanes.add(seq, front=True)
     state.counters.preempted += 1
@@ -113,10 +122,11 @@ def _admit(state: State, budget: int, rows: list[Row]) -> None:
             if not seq.leased and seq.adapter is not None and not _leasable(state, seq.adapter):
                 _miss(state, lane, seq.adapter)
                 continue
-            if not _fits(state, seq):
+            found = _fit(state, seq)
+            if found is None:
                 # Nobody jumps ahead of a sequence that waits for memory: it would starve.
                 return
-            _start(state, seq)
+            _start(state, seq, found)
             state.lanes.took_turn(lane)
             used = _prefill(state, seq, budget, rows)
             budget -= used
@@ -135,13 +145,25 @@ def _miss(state: State, lane: Lane, name: str) -> None:
     adapters.miss(state, name)
 
 
-def _fits(state: State, seq: Sequence) -> bool:
-    need = -(-(len(seq.tokens) + 1) // state.config.block_size)
+def _fit(state: State, seq: Sequence) -> list[Node] | None:
+    """The cached prefix ``seq`` would begin behind, or ``None`` if there is no memory for it."""
+    memory = state.memory
+    found = memory.prefix.match(_identity(state, seq), seq.tokens)
+    # What others lease costs nothing; what nobody does is no longer available to anyone else.
+    need = memory.need(len(seq.tokens) + 1) - sum(1 for node in found if node.leases)
     spare = state.config.watermark_blocks if state.running else 0
-    return need + spare <= state.blocks.free or (not state.running and need <= state.blocks.free)
+    return found if need + spare <= memory.available else None
 
 
-def _start(state: State, seq: Sequence) -> None:
+def _identity(state: State, seq: Sequence) -> int:
+    """The ``adapter_id`` that ``seq`` runs under, or will if it is admitted now."""
+    if seq.leased or seq.adapter is None:
+        return seq.adapter_id
+    version = state.names.names[seq.adapter].current
+    return version.adapter_id if version is not None else BASE_ID
+
+
+def _start(state: State, seq: Sequence, found: list[Node]) -> None:
     state.lanes.remove(seq)
     if not seq.leased:
         if seq.adapter is None:
@@ -153,9 +175,11 @@ def _start(state: State, seq: Sequence) -> None:
             seq.leased, seq.slot, seq.adapter_id = True, version.slot, version.adapter_id
     seq.move(SeqEvent.ADMIT, state.log)
     state.running[seq.id] = seq
+    state.memory.admit(seq, found)
     if not seq.admitted:
         seq.admitted = True
         state.counters.prompt_tokens += seq.prompt_len
+        state.count_prefix(seq)
         state.out.append(OpenSequence(seq.id))
 
 
@@ -179,6 +203,8 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         state.end(seq, "error", done.failure)
         return
     seq.computed += len(row.tokens)
+    if seq.state is SeqState.PREFILL:
+        state.memory.publish(seq)
     if not row.sample:
         seq.move(SeqEvent.CHUNK, state.log)
         return
@@ -201,6 +227,8 @@ def step_failed(state: State, event: StepFailed) -> None:
             state.settle(seq)
         else:
             state.end(seq, "error", event.failure)
+    # What a failing device may have touched is not read again.
+    state.memory.prefix.drop_idle()
     if event.fatal:
         device_dead(state, event.failure)
 
@@ -211,6 +239,7 @@ def device_dead(state: State, failure: Failure) -> None:
         state.dead = failure
     for seq in list(state.seqs.values()):
         state.end(seq, "error", failure)
+    state.memory.prefix.disable()
     adapters.fail_all(state, failure)
 
 

@@ -37,6 +37,9 @@ class Name:
     failed_until: float = 0.0
     #: Known only through jobs that have not succeeded yet: forgotten if the last of them fails.
     provisional: bool = False
+    #: Prompt tokens of admitted requests, and how many of them the prefix cache had.
+    queried: int = 0
+    hit: int = 0
 
     def reserve(self) -> int:
         """A generation nobody had before; one that is not used in the end stays unused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .events import Submit
+from .prefix import Node
 from .story import Log
 from .tables import SEQ_TABLE, SeqEvent, SeqState
 
@@ -26,6 +27,9 @@ class Sequence:
     state: SeqState = SeqState.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(
+        default_factory=list
+    )  #: of the prefix cache, leased: blocks it shares
     slot: int = -1
     leased: bool = False
     adapter_id: int = 0

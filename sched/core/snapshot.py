@@ -21,19 +21,31 @@ class SlotStats(msgspec.Struct, frozen=True):
     pinned: bool
 
 
+class PrefixStats(msgspec.Struct, frozen=True):
+    """Prompt tokens of admitted requests, and how many of them were read from the prefix cache."""
+
+    queried: int = 0
+    hit: int = 0
+
+
 class AdapterStats(msgspec.Struct, frozen=True):
-    """``level``: ``device`` (in a slot), ``host`` (image cached) or ``cold``."""
+    """``level``: ``device`` (in a slot), ``host`` (image cached) or ``cold``. ``prefix``: since the
+    name is known."""
 
     name: str
     generation: int
     level: str
     slot: int
     jobs: int
+    prefix: PrefixStats = PrefixStats()
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Counts are of now; totals (``steps`` ... ``stage_failures``) are since the start. ``dead``:
-    why nothing is served any more, once the device is dead."""
+    """Counts are of now; totals (``steps`` ... ``base_prefix``) are since the start.
+    ``blocks_free``: those that hold nothing; ``blocks_cached``: those of the prefix cache that no
+    sequence reads, which are given up as soon as they are wanted. ``prefix``: of all requests,
+    ``base_prefix``: of those without an adapter. ``dead``: why nothing is served any more, once the
+    device is dead."""
 
     slots: tuple[SlotStats, ...]
     adapters: tuple[AdapterStats, ...]
@@ -44,6 +56,7 @@ class Stats(msgspec.Struct, frozen=True):
     closing: int
     jobs: int
     blocks_free: int
+    blocks_cached: int
     blocks_total: int
     image_bytes: int
     steps: int
@@ -57,6 +70,8 @@ class Stats(msgspec.Struct, frozen=True):
     drained: int
     stages: int
     stage_failures: int
+    prefix: PrefixStats
+    base_prefix: PrefixStats
     dead: Failure | None = None
 
 
@@ -88,6 +103,7 @@ def snapshot(state: State) -> Stats:
                 level,
                 current.slot if current else -1,
                 len(entry.jobs),
+                PrefixStats(entry.queried, entry.hit),
             )
         )
     states = [s.state for s in state.running.values()]
@@ -101,8 +117,9 @@ def snapshot(state: State) -> Stats:
         decoding=states.count(SeqState.DECODE),
         closing=states.count(SeqState.CLOSING),
         jobs=len(state.jobs),
-        blocks_free=state.blocks.free,
-        blocks_total=state.blocks.total,
+        blocks_free=state.memory.blocks.free,
+        blocks_cached=state.memory.prefix.idle,
+        blocks_total=state.memory.blocks.total,
         image_bytes=state.names.image_bytes,
         steps=c.steps,
         tokens=c.tokens,
@@ -115,5 +132,7 @@ def snapshot(state: State) -> Stats:
         drained=c.drained,
         stages=c.stages,
         stage_failures=c.stage_failures,
+        prefix=PrefixStats(c.prefix_queried, c.prefix_hit),
+        base_prefix=PrefixStats(c.base_queried, c.base_hit),
         dead=state.dead,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from .blocks import BlockPool
 from .config import CoreConfig
 from .effects import CloseSequence, DropImage, DropSource, Effect, Ended, Reply, Retire, Row
 from .events import Failure
 from .identity import BASE_ID
 from .jobs import Job
 from .lanes import Lanes
-from .registry import Registry
+from .memory import KvMemory
+from .registry import Registry, Version
 from .sequences import Sequence
 from .slots import SlotTable
 from .story import Log
@@ -49,6 +49,10 @@ class Counters:
     steps: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    base_queried: int = 0
+    base_hit: int = 0
     submitted: int = 0
     ended: int = 0
     preempted: int = 0
@@ -65,7 +69,7 @@ class State:
     log: Log
     slots: SlotTable
     names: Registry
-    blocks: BlockPool
+    memory: KvMemory
     lanes: Lanes = field(default_factory=Lanes)
     seqs: dict[int, Sequence] = field(default_factory=dict)
     running: dict[int, Sequence] = field(default_factory=dict)
@@ -149,12 +153,25 @@ class State:
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self.blocks.give_back(seq.blocks)
+        self.memory.give_back(seq)
         self.give_lease_back(seq)
         self.running.pop(seq.id, None)
         del self.seqs[seq.id]
         if seq.admitted:
             self.out.append(CloseSequence(seq.id))
+
+    def count_prefix(self, seq: Sequence) -> None:
+        """``seq`` is admitted for the first time, behind what was cached of its prompt."""
+        counters = self.counters
+        counters.prefix_queried += seq.prompt_len
+        counters.prefix_hit += seq.computed
+        if seq.adapter is None:
+            counters.base_queried += seq.prompt_len
+            counters.base_hit += seq.computed
+        else:
+            entry = self.names.names[seq.adapter]
+            entry.queried += seq.prompt_len
+            entry.hit += seq.computed
 
     # leases -----------------------------------------------------------------------------------
     def give_lease_back(self, seq: Sequence) -> None:
@@ -164,13 +181,22 @@ class State:
         index, seq.slot = seq.slot, -1
         if index < 0:
             return
+        version = self.slots[index].version
         if self.slots.release(self.slots[index], seq.id):
             self.slot_emptied(index)
+            if version is not None:
+                self.version_left(version)
 
     def slot_emptied(self, index: int) -> None:
         self.out.append(Retire(index))
         for unload in self.unloading:
             unload.slots.discard(index)
+
+    def version_left(self, version: Version) -> None:
+        """``version`` has lost its slot or its name: if both, nothing of it stays cached."""
+        entry = self.names.names.get(version.name)
+        if version.slot < 0 and (entry is None or entry.current is not version):
+            self.memory.prefix.drop(version.adapter_id)
 
     def lease_base(self, seq: Sequence) -> None:
         seq.leased, seq.slot, seq.adapter_id = True, -1, BASE_ID

@@ -10,6 +10,7 @@ import datetime
 import heapq
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,9 @@ import msgspec
 from ...errors import RequestError
 from ..core import events as ev
 from .record import read_trace
+
+#: Tokens that one prefix id of a trace stands for.
+PREFIX_TOKENS = 512
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -219,6 +223,19 @@ def scaled(arrivals: Sequence[Arrival], speed: float, context: int) -> list[Arri
         tokens = max(1, min(a.tokens, context - prompt - 1))
         out.append(Arrival(a.at / speed, a.adapter, max(1, prompt), tokens, a.prefix))
     return out
+
+
+def prompt_of(arrival: Arrival, own: int, vocab: int) -> tuple[int, ...]:
+    """``arrival.prompt`` token ids below ``vocab``: the text of its prefix ids, equal for equal
+    ids, then text of its ``own`` number."""
+    shared = (
+        (prefix * 1_000_003 + i * 7) % vocab
+        for prefix in arrival.prefix
+        for i in range(PREFIX_TOKENS)
+    )
+    known = tuple(islice(shared, arrival.prompt))
+    rest = range(arrival.prompt - len(known))
+    return known + tuple((own * 65_537 + i * 11) % vocab for i in rest)
 
 
 def _from_zero(arrivals: list[Arrival]) -> list[Arrival]:

@@ -22,9 +22,9 @@ from ..face import GenerationLike
 from ..generation import Generation
 from ..shell import Shell
 from ..sim.clock import run_virtual
-from ..sim.device import SimExecutor, SimSource, SimStager, SimThread
+from ..sim.device import VOCAB, SimExecutor, SimSource, SimStager, SimThread
 from ..streams import Stream
-from .arrivals import Arrival, Control, merged
+from .arrivals import Arrival, Control, merged, prompt_of
 
 Observer = Callable[[ev.Event, list[fx.Effect], float], None]
 
@@ -69,6 +69,7 @@ class Report(msgspec.Struct, frozen=True):
                 ("stages, commits", f"{s.stages}, {s.commits}"),
                 ("evictions, drains", f"{s.evicted}, {s.drained}"),
                 ("preemptions", str(s.preempted)),
+                ("prompt tokens from cache", f"{s.prefix.hit} of {s.prefix.queried}"),
             ]
         return rows
 
@@ -185,7 +186,7 @@ class _Simulated:
         shell = self.shell
         seq = shell.new_id()
         stream = Stream(seq, None, shell.stop_matched)
-        prompt = tuple(range(arrival.prompt))
+        prompt = prompt_of(arrival, seq, VOCAB)
         shell.submit(ev.Submit(seq, prompt, arrival.adapter, False, arrival.tokens), stream, None)
         return Generation(shell, stream)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ...errors import RequestError
 from ...gpu.model.sampling import SamplingParams
 from ..engine import Engine
 from ..face import GenerationLike
-from .arrivals import Arrival, Control
+from .arrivals import Arrival, Control, prompt_of
 from .drive import Report, drive
 
 
@@ -22,9 +25,9 @@ async def against_engine(
     **options: Any,
 ) -> Report:
     """Open an engine on ``model`` and play ``arrivals``. Adapter names of the trace are dealt to
-    the given adapters in turn (none given: all base). Prompts are counted-up token ids; answers
-    run to their length. ``options``: more of the engine's. Raises what :class:`Engine` raises on
-    entry, and RequestError."""
+    the given adapters in turn (none given: all base). Prompts are made-up token ids that begin
+    alike where the trace's do; answers run to their length. ``options``: more of the engine's.
+    Raises what :class:`Engine` raises on entry, and RequestError."""
     if model is None:
         raise RequestError("--against real needs a model directory", code="bad-option")
     given = sorted(adapters)
@@ -37,13 +40,16 @@ async def against_engine(
             await engine.register(name, path)
         info = engine.info
 
+        numbers = count()
+
         def start(arrival: Arrival) -> GenerationLike:
             context = info.context_length
             prompt = min(arrival.prompt, context // 2)
             tokens = max(1, min(arrival.tokens, context - prompt - 1))
             sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             name = dealt[arrival.adapter] if arrival.adapter is not None else None
-            ids = [i % min(info.vocab_size, 1000) for i in range(prompt)]
+            cut = msgspec.structs.replace(arrival, prompt=prompt)
+            ids = prompt_of(cut, next(numbers), info.vocab_size)
             return engine.generate(ids, name, sampling)
 
         async def control(_: Control) -> None:

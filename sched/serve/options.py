@@ -89,6 +89,7 @@ HELP: dict[str, str] = {
     "max_waiting": "requests that may wait; more are refused with QUEUE_FULL",
     "max_step_tokens": "tokens of one step when nothing decodes",
     "mixed_step_tokens": "tokens of one step when something decodes; bounds the gap between tokens",
+    "prefix_cache": "whether requests that begin alike share KV memory (true or false)",
     "drain_after_s": "seconds an adapter waits for a slot before a busy one is drained",
     "image_cache_bytes": "host memory for staged adapters",
     "stage_workers": "adapters staged at once",

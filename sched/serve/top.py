@@ -89,12 +89,13 @@ def draw(stats: Stats, before: Stats, seconds: float, title: str) -> RenderableT
     def rate(name: str) -> str:
         return f"{max(0, getattr(stats, name) - getattr(before, name)) / seconds:.1f}/s"
 
-    used = stats.blocks_total - stats.blocks_free
+    used = stats.blocks_total - stats.blocks_free - stats.blocks_cached
     head = Text(f"{title}  ", style="bold")
     head.append(
         f"tokens {rate('tokens')}  steps {rate('steps')}  commits {rate('commits')}  "
         f"waiting {stats.waiting}  prefilling {stats.prefilling}  decoding {stats.decoding}  "
-        f"KV {used}/{stats.blocks_total}  default {stats.default_adapter or 'base'}",
+        f"KV {used}/{stats.blocks_total} cached {stats.blocks_cached}  "
+        f"default {stats.default_adapter or 'base'}",
         style="not bold",
     )
     slots = Table("slot", "state", "adapter", "gen", "leases", "pinned", title="slots")

@@ -80,16 +80,21 @@ class SimOutput(msgspec.Struct, frozen=True):
 
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
-    slot, a sequence that was never opened, a block shared by two rows; with ``kv``, also a block
-    that does not hold what is read from it."""
+    slot, a sequence that was never opened, a block written by one row that another has in its
+    table; with ``kv``, also a block that does not hold what is read from it."""
 
     def __init__(
-        self, slots: int, faults: SimFaults | None = None, kv: SimKV | None = None
+        self,
+        slots: int,
+        faults: SimFaults | None = None,
+        kv: SimKV | None = None,
+        block_size: int = 16,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
         self.open: set[int] = set()
         self.faults = faults or SimFaults()
         self.kv = kv
+        self.block_size = block_size
         self.steps = 0
         self.closed = False
 
@@ -114,8 +119,7 @@ class SimExecutor:
         self._maybe_fail("step")
         bad = self.faults.before("row")
         self.steps += 1
-        used: set[int] = set()
-        total = 0
+        _check_tables(rows, self.block_size)
         outputs: list[SimOutput] = []
         for row in rows:
             if row.seq not in self.open:
@@ -123,8 +127,6 @@ class SimExecutor:
             content = BASE if row.slot < 0 else self.contents[row.slot]
             if content is None:
                 raise DeviceError("reads an empty slot", code="sim-slot", subject=f"{row.slot}")
-            used.update(row.blocks)
-            total += len(row.blocks)
             position = row.start + len(row.tokens)
             token = token_of(content, position) if row.sample else -1
             if self.kv is not None:
@@ -133,8 +135,6 @@ class SimExecutor:
                     self.kv.sampled(row.seq, token)
             error = bad if not outputs else None
             outputs.append(SimOutput(row.seq, -1 if error else token, error=error))
-        if len(used) != total:
-            raise DeviceError("a block has two holders", code="sim-block")
         return outputs
 
     def commit(self, slot: int, image: SimImage) -> None:
@@ -148,6 +148,18 @@ class SimExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _check_tables(rows: Sequence[RowLike], size: int) -> None:
+    """Only the blocks before a row's first position may be in another row's table."""
+    own: set[int] = set()
+    total = 0
+    for row in rows:
+        mine = row.blocks[row.start // size :]
+        own.update(mine)
+        total += len(mine)
+    if len(own) != total or any(not own.isdisjoint(r.blocks[: r.start // size]) for r in rows):
+        raise DeviceError("a block that is written has two holders", code="sim-block")
 
 
 class SimThread:

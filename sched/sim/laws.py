@@ -43,7 +43,9 @@ class _Req:
     opened: bool = False
     closed: bool = False
     ended: bool = False
+    absent: bool = False
     first: float | None = None
+    hit: int = 0
     left: float | None = None
 
 
@@ -254,14 +256,29 @@ class Ledger:
         self.step = step
         self.need(bool(step.rows), "step", "an empty step")
         total = sum(len(r.tokens) for r in step.rows)
-        decoding = any(
-            self.reqs[r.seq].decoding and r.start for r in step.rows if r.seq in self.reqs
-        )
-        cap = self.config.mixed_step_tokens if decoding else self.config.max_step_tokens
-        self.need(total <= max(cap, len(step.rows)), "budget", f"{total} tokens in one step")
+        config = self.config
+        decoding = [row.start for row in step.rows if self._decodes(row)]
+        least = max(1, min(config.mixed_step_tokens // 2, config.block_size))
+        mixed = max(config.mixed_step_tokens, len(decoding) + least)
+        # One that starts a block may be prefill behind all the rest of its tokens, read again.
+        sure = any(start % config.block_size for start in decoding)
+        cap = mixed if sure else max(mixed, config.max_step_tokens)
+        self.need(total <= cap, "budget", f"{total} tokens in one step")
         self.need(len(step.rows) <= self.config.max_running, "budget", f"{len(step.rows)} rows")
         for row in step.rows:
             self._row(row)
+        present = {row.seq for row in step.rows}
+        for seq, req in self.reqs.items():
+            req.absent = seq not in present
+
+    def _decodes(self, row: fx.Row) -> bool:
+        req = self.reqs.get(row.seq)
+        return (
+            req is not None
+            and req.decoding
+            and row.start == req.computed > 0
+            and len(row.tokens) == 1
+        )
 
     def _row(self, row: fx.Row) -> None:
         req = self.reqs.get(row.seq)
@@ -270,7 +287,7 @@ class Ledger:
             return
         who = f"seq {row.seq}"
         if req.first is None:
-            req.first = self.now
+            req.first, req.hit = self.now, row.start
             req.slot, req.ident = row.slot, row.adapter_id
             if req.adapter is not None:
                 newest = self.latest.get(req.adapter)
@@ -288,9 +305,17 @@ class Ledger:
             known = self.content.setdefault(row.adapter_id, content or "")
             self.need(known == content, "identity", f"one adapter_id, two contents: {known}")
             self.users.setdefault(row.slot, set()).add(row.seq)
-        self.need(row.start in (0, req.computed), "resume", f"{who} starts at {row.start}")
-        if row.start == 0 and req.computed and req.adapter is None:
-            # A preempted base sequence came back: base had its turn in this step.
+        # Whether the blocks it begins behind hold its own tokens, the simulated device judges.
+        begins = row.start % self.config.block_size == 0 and row.start < req.prompt + req.tokens
+        begins = begins and (self.config.prefix_cache or row.start == 0)
+        fed = row.start + len(row.tokens)
+        self.need(begins or row.start == req.computed, "resume", f"{who} starts at {row.start}")
+        self.need(fed <= req.prompt + req.tokens, "resume", f"{who} runs ahead to {fed}")
+        self.need(
+            row.sample == (fed == req.prompt + req.tokens), "resume", f"{who} samples at {fed}"
+        )
+        if req.adapter is None and req.computed and (row.start != req.computed or req.absent):
+            # A preempted base sequence (may have) come back: base had its turn in this step.
             self.base_passed[req.priority] = {}
             self._passed_twice.pop(req.priority, None)
         req.decoding = row.sample
@@ -352,7 +377,11 @@ class Ledger:
 
     def at_rest(self, stats: Stats, held_images: set[int], held_sources: set[int]) -> None:
         """Nothing runs: nothing may be held."""
-        self.need(stats.blocks_free == stats.blocks_total, "leak", "blocks")
+        kept = stats.blocks_free + stats.blocks_cached
+        self.need(kept == stats.blocks_total, "leak", "blocks")
+        self.need(self.config.prefix_cache or not stats.blocks_cached, "leak", "cached blocks")
+        asked = [r for r in self.reqs.values() if r.first is not None]
+        self.need(stats.prefix.hit == sum(r.hit for r in asked), "hits", f"{stats.prefix}")
         self.need(not any(s.leases for s in stats.slots), "leak", "leases")
         self.need(stats.waiting == stats.jobs == 0, "leak", "waiting requests or jobs")
         self.need(not any(self.users.values()), "leak", "slots with users")

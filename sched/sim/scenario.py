@@ -30,7 +30,8 @@ class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
     """A request at time ``at``. ``leave``: how its caller goes away early (``cancel()``, a
-    cancelled scope, dropping the iterator, a stop string), after ``leave_after`` seconds."""
+    cancelled scope, dropping the iterator, a stop string), after ``leave_after`` seconds. The
+    first ``shared`` tokens of its prompt are those of every prompt of its ``topic``."""
 
     at: float
     adapter: str | None = None
@@ -41,6 +42,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
     deadline_s: float | None = None
     leave: Leave = ""
     leave_after: float = 0.0
+    topic: int = 0
+    shared: int = 0
 
 
 class Do(msgspec.Struct, frozen=True, tag="do", omit_defaults=True):
@@ -135,6 +138,7 @@ class _Maker:
             max_step_tokens=rng.choice([16, 64, 256]),
             mixed_step_tokens=rng.choice([8, 32, 64]),
             watermark_blocks=0 if tight else rng.choice([0, 2, 4]),
+            prefix_cache=rng.random() < 0.9,
             drain_after_s=rng.choice([0.0, 0.1, 0.5]),
             failure_backoff_s=rng.choice([0.05, 1.0]),
             max_jobs_per_name=rng.choice([2, 8]),
@@ -181,16 +185,23 @@ class _Maker:
         if rng.random() < leave:
             how = rng.choice(["cancel", "scope", "drop", "stop"])
         long = self.profile == "pressure"
+        prompt = rng.randrange(1, 90 if long else 60)
         return Ask(
             self.time() if at is None else at,
             adapter,
             rng.random() < (0.6 if self.profile == "rotate" else 0.1),
-            rng.randrange(1, 90 if long else 40),
+            prompt,
             rng.randrange(1, 60 if long else 25),
             rng.choice([0, 0, 0, 1]),
             round(rng.random() * 2, 3) if rng.random() < 0.08 else None,
             how,
             round(rng.random() * 0.6, 4) if how else 0.0,
+            rng.randrange(2),
+            rng.randrange(prompt + 1)
+            if rng.random() < 0.5
+            else prompt
+            if rng.random() < 0.3
+            else 0,
         )
 
     def do(self, verb: str, bad: float) -> Do:

@@ -91,6 +91,12 @@ class _StopAfter:
         return ""
 
 
+def _prompt(ask: Ask, seq: int) -> tuple[int, ...]:
+    """The topic's text as far as it is shared, then the request's own."""
+    shared = [(ask.topic * 31 + i) % 997 for i in range(ask.shared)]
+    return (*shared, *((seq + i) % 997 for i in range(ask.shared, ask.prompt)))
+
+
 class SimWorld:
     """A scenario being run. ``observers`` see every event with its effects and time."""
 
@@ -104,7 +110,8 @@ class SimWorld:
         config = scenario.config
         self.core = core(config)
         faults = SimFaults(_Faults(scenario.faults).before)
-        self.executor = SimExecutor(config.max_loras, faults, SimKV(config.block_size))
+        kv = SimKV(config.block_size)
+        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size)
         self.thread = SimThread(self._cost)
         self.stager = SimStager()
         self.ledger = Ledger(
@@ -241,7 +248,7 @@ class SimWorld:
             deadline = None if ask.deadline_s is None else anyio.current_time() + ask.deadline_s
             event = ev.Submit(
                 seq,
-                tuple((seq + i) % 997 for i in range(ask.prompt)),
+                _prompt(ask, seq),
                 ask.adapter,
                 ask.default,
                 ask.tokens,

@@ -97,12 +97,14 @@ class _Snapshot:
         yield from self._protocol()
         yield from self._slots()
         yield from self._adapters()
+        yield from self._prefix()
         yield from self._totals()
 
     def _protocol(self) -> Iterator[Metric]:
         s = self._stats
         running = s.prefilling + s.decoding
-        used = 1.0 - s.blocks_free / s.blocks_total if s.blocks_total else 0.0
+        spare = s.blocks_free + s.blocks_cached
+        used = 1.0 - spare / s.blocks_total if s.blocks_total else 0.0
         info = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters ready in the pool, adapters that wait for a slot, and the slots; the value "
@@ -120,7 +122,12 @@ class _Snapshot:
         yield _gauge("vllm:kv_cache_usage_perc", "KV memory in use, 1 is all.", used)
         yield _gauge("rota_requests_running", "Requests in steps.", running)
         yield _gauge("rota_requests_waiting", "Requests that wait for admission.", s.waiting)
-        yield _gauge("rota_kv_blocks_free", "Free KV blocks.", s.blocks_free)
+        yield _gauge("rota_kv_blocks_free", "KV blocks that hold nothing.", s.blocks_free)
+        yield _gauge(
+            "rota_kv_blocks_cached",
+            "KV blocks that hold a prefix no request reads now; given up when wanted.",
+            s.blocks_cached,
+        )
         yield _gauge("rota_kv_blocks_total", "KV blocks.", s.blocks_total)
 
     def _slots(self) -> Iterator[Metric]:
@@ -158,6 +165,27 @@ class _Snapshot:
         yield generation
         yield _gauge("rota_adapter_jobs", "Adapter commands and misses under way.", s.jobs)
         yield _gauge("rota_image_cache_bytes", "Host memory of staged images.", s.image_bytes)
+
+    def _prefix(self) -> Iterator[Metric]:
+        s = self._stats
+        told = (
+            ("queried", "Prompt tokens looked up in the prefix cache."),
+            ("hit", "Prompt tokens read from the prefix cache instead of computed."),
+        )
+        busiest = sorted(s.adapters, key=lambda a: -a.prefix.queried)[: self._most]
+        for field, text in told:
+            value = getattr(s.prefix, field)
+            yield CounterMetricFamily(f"rota_prefix_{field}_tokens", text, value=value)
+            each = CounterMetricFamily(
+                f"rota_adapter_prefix_{field}_tokens",
+                f"{text} By adapter, base is empty; those asked for most are listed.",
+                labels=["adapter"],
+            )
+            each.add_metric([""], getattr(s.base_prefix, field))
+            for adapter in busiest:
+                if adapter.prefix.queried:
+                    each.add_metric([adapter.name], getattr(adapter.prefix, field))
+            yield each
 
     def _totals(self) -> Iterator[Metric]:
         s = self._stats

@@ -110,8 +110,11 @@ class World:
                             row.seq, token_of(row.adapter_id, position) if row.sample else -1
                         )
                     )
-                used = [b for r in rows for b in r.blocks]
-                assert len(used) == len(set(used)), "two sequences share a block"
+                size = self.config.block_size
+                own = [b for r in rows for b in r.blocks[r.start // size :]]
+                assert len(own) == len(set(own)), "two sequences write a block"
+                for r in rows:
+                    assert not set(own) & set(r.blocks[: r.start // size]), "read while written"
                 self.send(ev.StepDone(step, tuple(done)))
             case fx.Commit(commit, slot, image, _, ident):
                 assert image in self.images

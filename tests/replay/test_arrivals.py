@@ -7,12 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
 
+import msgspec
 import pytest
 
 from rota.errors import RequestError
 from rota.sched.core import CoreConfig
 from rota.sched.replay.arrivals import (
+    Arrival,
     controls,
+    prompt_of,
     read_azure,
     read_mooncake,
     read_recorded,
@@ -116,3 +119,26 @@ def test_a_thousand_adapters_in_32_slots(traces: Path) -> None:
     assert report.ends == {"length": 250}
     assert report.stats is not None and report.stats.evicted > 60
     assert report.ttft[2] < 1.0 and report.gap[2] < 0.05
+
+
+def test_prompts_begin_alike_as_far_as_their_prefix_ids_do() -> None:
+    one = prompt_of(Arrival(0.0, None, 1200, 1, (4, 9)), 1, 50_000)
+    two = prompt_of(Arrival(0.0, None, 1300, 1, (4, 9, 11)), 2, 50_000)
+    assert (len(one), len(two)) == (1200, 1300)
+    assert one[:1024] == two[:1024] and one[1024:1040] != two[1024:1040]
+    assert one[:512] != one[512:1024]
+    assert prompt_of(Arrival(0.0, None, 64, 1), 1, 256) != prompt_of(
+        Arrival(0.0, None, 64, 1), 2, 256
+    )
+
+
+def test_conversations_of_a_trace_are_found_in_the_prefix_cache(traces: Path) -> None:
+    rows = scaled(read_mooncake(traces / "mooncake_conversation_head400.jsonl", 60), 4.0, 2048)
+    rows = with_adapters(rows, adapters=4, alpha=1.0, base_share=0.2, seed=3)
+    with_cache = run_simulated(rows, CONFIG)
+    without = run_simulated(rows, msgspec.structs.replace(CONFIG, prefix_cache=False))
+    assert with_cache.stats is not None and without.stats is not None
+    assert with_cache.ends == without.ends
+    prefix = with_cache.stats.prefix
+    assert 0.05 < prefix.hit / prefix.queried < 1 and without.stats.prefix.hit == 0
+    assert with_cache.stats.steps <= without.stats.steps

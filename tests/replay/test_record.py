@@ -39,7 +39,7 @@ def test_the_first_difference_is_named(
     keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, 13, keep_effects=keep)
+    record(path, 43, keep_effects=keep)
     # Another policy: lanes do not take turns.
     monkeypatch.setattr(Lanes, "took_turn", lambda self, lane: None)
     found = replay(path).difference
@@ -55,12 +55,12 @@ def test_a_core_that_breaks_on_the_trace_is_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, 13)
+    record(path, 43)
     real = planning._preempt
 
     def preempt(state: Any, seq: Any) -> None:
         real(state, seq)
-        state.blocks.give_back([0, 0])
+        state.memory.blocks.give_back([0, 0])
 
     monkeypatch.setattr(planning, "_preempt", preempt)
     found = replay(path).difference

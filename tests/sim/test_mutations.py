@@ -17,6 +17,8 @@ from rota.sched.core.core import Core
 from rota.sched.core.effects import Ended, Retire
 from rota.sched.core.identity import adapter_id
 from rota.sched.core.lanes import Lanes
+from rota.sched.core.memory import KvMemory
+from rota.sched.core.prefix import PrefixCache
 from rota.sched.core.registry import Registry
 from rota.sched.core.slots import SlotTable
 from rota.sched.core.state import State
@@ -250,6 +252,69 @@ def commands_answered_twice(patch: Patch) -> None:
     patch.setattr(State, "reply", reply)
 
 
+def prefixes_found_by_name_only(patch: Patch) -> None:
+    roots: dict[int, int] = {}
+
+    def remember(name: str, generation: int) -> int:
+        ident = adapter_id(name, generation)
+        roots[ident] = adapter_id(name, 0)
+        return ident
+
+    match, extend = PrefixCache.match, PrefixCache.extend
+    patch.setattr(placement, "adapter_id", remember)
+    patch.setattr(registry, "adapter_id", remember)
+    patch.setattr(PrefixCache, "match", lambda s, i, *a: match(s, roots.get(i, i), *a))
+    patch.setattr(PrefixCache, "extend", lambda s, i, *a: extend(s, roots.get(i, i), *a))
+
+
+def one_prefix_tree_for_all_adapters(patch: Patch) -> None:
+    match, extend = PrefixCache.match, PrefixCache.extend
+    patch.setattr(PrefixCache, "match", lambda self, ident, *a: match(self, 0, *a))
+    patch.setattr(PrefixCache, "extend", lambda self, ident, *a: extend(self, 0, *a))
+
+
+def blocks_published_before_they_are_computed(patch: Patch) -> None:
+    real = KvMemory.publish
+
+    def publish(self: KvMemory, seq: Any) -> None:
+        computed = seq.computed
+        seq.computed = min(len(seq.tokens), len(seq.blocks) * self.size)
+        real(self, seq)
+        seq.computed = computed
+
+    patch.setattr(KvMemory, "publish", publish)
+
+
+def half_filled_blocks_published(patch: Patch) -> None:
+    real = KvMemory.publish
+
+    def publish(self: KvMemory, seq: Any) -> None:
+        computed = seq.computed
+        if len(seq.tokens) >= -(-computed // self.size) * self.size:
+            seq.computed = -(-computed // self.size) * self.size
+        real(self, seq)
+        seq.computed = computed
+
+    patch.setattr(KvMemory, "publish", publish)
+
+
+def leased_nodes_freed(patch: Patch) -> None:
+    real = PrefixCache.release
+
+    def release(self: PrefixCache, nodes: Any, seq: int) -> None:
+        nodes[:] = [node for node in nodes if seq in node.leases]
+        for node in nodes:
+            node.leases = {seq}
+        real(self, nodes, seq)
+
+    patch.setattr(PrefixCache, "release", release)
+
+
+def last_token_read_from_the_cache(patch: Patch) -> None:
+    real = PrefixCache.match
+    patch.setattr(PrefixCache, "match", lambda s, i, tokens: real(s, i, [*tokens, -1]))
+
+
 MUTATIONS: list[Callable[[Patch], None]] = [
     one_release_frees_all,
     busy_slots_are_victims,
@@ -271,6 +336,12 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     unload_forgets_who_waits,
     sources_are_kept,
     commands_answered_twice,
+    prefixes_found_by_name_only,
+    one_prefix_tree_for_all_adapters,
+    blocks_published_before_they_are_computed,
+    half_filled_blocks_published,
+    leased_nodes_freed,
+    last_token_read_from_the_cache,
 ]
 
 

@@ -1,0 +1,88 @@
+"""KV memory as sequences see it: blocks of their own, and blocks shared by the prefix cache.
+
+Owns the block pool and the prefix cache. A block a sequence shares is a node it leases; any other
+block in its table is its own. Invariant: own blocks, nodes and free blocks are all there is, each
+in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .blocks import BlockPool
+from .prefix import Node, PrefixCache
+from .sequences import Sequence
+from .story import Log
+
+
+class KvMemory:
+    """``total`` blocks of ``size`` tokens; ``cached`` false: no block outlives its sequence."""
+
+    def __init__(self, total: int, size: int, cached: bool, log: Log) -> None:
+        self.blocks = BlockPool(total, log)
+        self.prefix = PrefixCache(self.blocks, size, log, cached)
+        self.size = size
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had now, if need be by forgetting cached ones."""
+        return self.blocks.free + self.prefix.idle
+
+    def need(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens."""
+        return -(-tokens // self.size)
+
+    def admit(self, seq: Sequence, found: list[Node]) -> None:
+        """``seq`` begins (again) behind the prefix ``found`` for it."""
+        self.prefix.lease(found, seq.id)
+        seq.nodes = found
+        seq.blocks = [node.block for node in found]
+        seq.computed = len(found) * self.size
+
+    def missing(self, seq: Sequence, tokens: int) -> int:
+        """Blocks ``seq`` lacks to hold ``tokens`` tokens, beyond those that can be had."""
+        return self.need(tokens) - len(seq.blocks) - self.available
+
+    def grow(self, seq: Sequence, tokens: int) -> None:
+        """Blocks for ``tokens`` tokens; the caller has checked :meth:`missing`."""
+        count = self.need(tokens) - len(seq.blocks)
+        if count > self.blocks.free:
+            self.prefix.evict(count - self.blocks.free)
+        for _ in range(count):
+            seq.blocks.append(self.blocks.take())
+
+    def publish(self, seq: Sequence) -> None:
+        """What ``seq`` has computed, as far as blocks are full, may be read by others."""
+        if not self.prefix.enabled:
+            return
+        size, nodes = self.size, seq.nodes
+        for index in range(len(nodes), seq.computed // size):
+            key = tuple(seq.tokens[index * size : (index + 1) * size])
+            self.prefix.extend(seq.adapter_id, nodes, key, seq.blocks[index], seq.id)
+
+    def give_back(self, seq: Sequence) -> None:
+        """``seq`` leaves; what it has computed stays until the memory is wanted."""
+        self.publish(seq)
+        self.blocks.give_back(own_blocks(seq))
+        self.prefix.release(seq.nodes, seq.id)
+        seq.blocks = []
+        seq.computed = 0
+
+    def check(self, seqs: Iterable[Sequence]) -> None:
+        """Conservation: own blocks and nodes are exactly the held blocks, each once."""
+        leases: dict[Node, set[int]] = {}
+        held: list[int] = []
+        for seq in seqs:
+            for node in seq.nodes:
+                leases.setdefault(node, set()).add(seq.id)
+            held += own_blocks(seq)
+        self.blocks.check(held + self.prefix.check(leases))
+
+
+def own_blocks(seq: Sequence) -> list[int]:
+    """The blocks of ``seq`` that are no node's."""
+    shared = len(seq.nodes)
+    if not shared:
+        return list(seq.blocks)
+    pairs = zip(seq.nodes, seq.blocks, strict=False)
+    return [block for node, block in pairs if node.block != block] + seq.blocks[shared:]

@@ -1,0 +1,82 @@
+"""The prefix cache on real models: what is read from it changes no bit of any answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import rota
+from rota.gpu.model.config import load_config
+from rota.gpu.model.kv import kv_bytes_per_block
+from rota.sched.core import Stats
+
+pytestmark = pytest.mark.anyio
+
+OPTIONS: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 16, "use_numba": False, "seed": 1}
+SAMPLING = rota.SamplingParams(max_tokens=6, logprobs=3, ignore_eos=True)
+Answer = list[tuple[int, float | None, tuple[tuple[int, float], ...]]]
+
+
+def prompts() -> list[list[int]]:
+    """Four that begin alike for 40 tokens, one of them twice, one a prefix of the others."""
+    shared = [(7 * i) % 90 + 1 for i in range(40)]
+    tails = [[5, 6, 7], [5, 6, 7], [8] * 20, [9], []]
+    return [shared + tail for tail in tails]
+
+
+async def answer(engine: rota.Engine, prompt: list[int], adapter: str | None) -> Answer:
+    events = [e async for e in engine.generate(prompt, adapter, SAMPLING)]
+    return [(e.token_id or 0, e.logprob, e.top_logprobs) for e in events]
+
+
+async def answers(oracle: Any, **options: Any) -> tuple[list[Answer], Stats]:
+    """Of every prompt, on base, on an adapter, and on another version of its name."""
+    adapters = {"a": oracle.adapter("attn_mlp_r8")}
+    got: list[Answer] = []
+    async with rota.Engine(oracle.model, adapters, **OPTIONS, **options) as engine:
+        for adapter in (None, "a"):
+            got += [await answer(engine, prompt, adapter) for prompt in prompts()]
+        await engine.replace("a", oracle.adapter("rslora_r16_bf16"))
+        got += [await answer(engine, prompt, "a") for prompt in prompts()]
+        return got, engine.stats()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_answers_are_the_same_to_the_last_bit(llama: Any, dtype: str) -> None:
+    without, none = await answers(llama, dtype=dtype, prefix_cache=False)
+    cached, stats = await answers(llama, dtype=dtype, max_step_tokens=16, mixed_step_tokens=16)
+    assert cached == without
+    assert none.prefix.hit == 0
+    # Two blocks of 16 for every prompt but the first of each version.
+    assert stats.prefix.hit == 3 * 4 * 32
+    assert stats.base_prefix.hit == 4 * 32
+    assert cached[:5] != cached[5:10] != cached[10:], "the versions do differ"
+
+
+async def test_in_small_memory_with_preemption_too(llama: Any) -> None:
+    async def run(**options: Any) -> tuple[dict[int, list[int]], Any]:
+        got: dict[int, list[int]] = {}
+        sampling = rota.SamplingParams(max_tokens=60, ignore_eos=True)
+        async with rota.Engine(
+            llama.model, {"a": llama.adapter("attn_mlp_r8")}, **OPTIONS, **options
+        ) as engine:
+            streams = [
+                engine.generate(prompt, (None, "a")[i % 2], sampling)
+                for i, prompt in enumerate(prompts() * 2)
+            ]
+            for index, stream in enumerate(streams):
+                got[index] = [e.token_id async for e in stream if e.token_id is not None]
+            return got, engine.stats()
+
+    wide, calm = await run(dtype="float32", prefix_cache=False)
+    each = block_bytes(llama)
+    tight, stats = await run(dtype="float32", kv_bytes=14 * each)
+    assert calm.preempted == 0 and stats.preempted > 0 and stats.prefix.hit > 0
+    assert tight == wide
+
+
+def block_bytes(oracle: Any) -> int:
+    """Bytes of one KV block of the checkpoint in fp32."""
+    return kv_bytes_per_block(load_config(oracle.model), torch.float32)
