@@ -12,13 +12,17 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
-from ..errors import RequestError
+from ..errors import CommandError, RequestError
 from ..gpu.lora.source import AdapterSource, BytesSource, DirectorySource
 from .face import Source
+
+if TYPE_CHECKING:
+    from .core import Core
 
 
 def bad_argument(subject: str, expected: str, found: object) -> RequestError:
@@ -81,6 +85,14 @@ def deadline_in(seconds: float) -> float:
     if not isinstance(seconds, (int, float)) or math.isnan(seconds):
         raise bad_argument("deadline_s", "a number of seconds", seconds)
     return anyio.current_time() + seconds
+
+
+def known_source(core: Core, name: str) -> int:
+    """The id of the source a known name comes from. Raises CommandError unknown-adapter."""
+    source = core.source_of(name) if isinstance(name, str) else None
+    if source is None:
+        raise CommandError("no adapter of this name", code="unknown-adapter", subject=str(name))
+    return source
 
 
 def adapter_source(source: Source) -> AdapterSource:

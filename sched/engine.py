@@ -23,7 +23,14 @@ import msgspec
 from ..errors import CommandError, EngineClosedError, RequestError, RotaError
 from ..gpu.lora.source import AdapterSource
 from ..gpu.model.sampling import SamplingParams
-from .arguments import adapter_source, bad_argument, check, deadline_in, token_ids
+from .arguments import (
+    adapter_source,
+    bad_argument,
+    check,
+    deadline_in,
+    known_source,
+    token_ids,
+)
 from .config import EngineConfig
 from .core import Stats
 from .core import events as ev
@@ -229,11 +236,15 @@ class Engine:
         """Make a name resident in a cache slot. ``source`` if the name is not known yet."""
         return await self._command(lambda hold, i: ev.Promote(i, name, _optional(hold, source)))
 
-    async def swap(self, name: str, source: Source, slot: int) -> AdapterReply:
-        """A new version of ``name`` into slot ``slot``, once that slot has no lease."""
-        return await self._command(
-            lambda hold, i: ev.Swap(i, name, hold(adapter_source(source)), slot)
-        )
+    async def swap(self, name: str, source: Source | None, slot: int) -> AdapterReply:
+        """A new version of ``name`` into slot ``slot``, once that slot has no lease. ``source``
+        ``None``: read again from where the known name came from."""
+        if source is not None:
+            return await self._command(
+                lambda hold, i: ev.Swap(i, name, hold(adapter_source(source)), slot)
+            )
+        known = known_source(self._live().core, name)
+        return await self._command(lambda _, i: ev.Swap(i, name, known, slot))
 
     async def rotate(self, name: str | None) -> AdapterReply:
         """Change the default adapter (``None``: base); sequences in flight are not touched."""

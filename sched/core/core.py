@@ -142,6 +142,11 @@ class Core:
         """A frozen snapshot."""
         return snapshot(self._state)
 
+    def source_of(self, name: str) -> int | None:
+        """The source a known name comes from, or ``None``."""
+        entry = self._state.names.names.get(name)
+        return None if entry is None else entry.source
+
     def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""
         return self._state.log.story(subject)

@@ -10,7 +10,8 @@ from .tables import SeqState
 
 
 class SlotStats(msgspec.Struct, frozen=True):
-    """``name`` and ``generation`` of the version the slot holds (``None``, 0 when it has none)."""
+    """``name`` and ``generation`` of the version the slot holds (``None``, 0 when it has none).
+    ``coming``: the name it is being written or drained for."""
 
     index: int
     state: str
@@ -19,6 +20,7 @@ class SlotStats(msgspec.Struct, frozen=True):
     adapter_id: int
     leases: int
     pinned: bool
+    coming: str | None = None
 
 
 class PrefixStats(msgspec.Struct, frozen=True):
@@ -30,7 +32,8 @@ class PrefixStats(msgspec.Struct, frozen=True):
 
 class AdapterStats(msgspec.Struct, frozen=True):
     """``level``: ``device`` (in a slot), ``host`` (image cached) or ``cold``. ``prefix``: since the
-    name is known."""
+    name is known. ``doing``: the state of the name's first job (``QUEUED``, ``STAGING``,
+    ``PLACING``, ``COMMITTING``), and ``job`` what it is; empty without one."""
 
     name: str
     generation: int
@@ -38,6 +41,8 @@ class AdapterStats(msgspec.Struct, frozen=True):
     slot: int
     jobs: int
     prefix: PrefixStats = PrefixStats()
+    doing: str = ""
+    job: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -76,6 +81,11 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 def snapshot(state: State) -> Stats:
+    coming = {job.slot: job.name for job in state.commits.values()}
+    for slot in state.slots.slots:
+        job = state.jobs.get(slot.drained_for)
+        if job is not None:
+            coming[slot.index] = job.name
     slots = tuple(
         SlotStats(
             s.index,
@@ -85,6 +95,7 @@ def snapshot(state: State) -> Stats:
             s.version.adapter_id if s.version else 0,
             len(s.leases),
             s.pinned,
+            coming.get(s.index),
         )
         for s in state.slots.slots
     )
@@ -104,6 +115,8 @@ def snapshot(state: State) -> Stats:
                 current.slot if current else -1,
                 len(entry.jobs),
                 PrefixStats(entry.queried, entry.hit),
+                entry.jobs[0].state.value if entry.jobs else "",
+                entry.jobs[0].kind.value if entry.jobs else "",
             )
         )
     states = [s.state for s in state.running.values()]

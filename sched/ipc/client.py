@@ -249,7 +249,7 @@ class Client:
     async def promote(self, name: str, source: Source | None = None) -> AdapterReply:
         return await self._adapter("promote", name, source)
 
-    async def swap(self, name: str, source: Source, slot: int) -> AdapterReply:
+    async def swap(self, name: str, source: Source | None, slot: int) -> AdapterReply:
         return await self._adapter("swap", name, source, slot=slot)
 
     async def prefetch(self, name: str, source: Source | None = None) -> AdapterReply:

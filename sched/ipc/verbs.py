@@ -131,7 +131,7 @@ async def _adapter(engine: Any, verb: wire.Adapter, source: Any) -> AdapterReply
         "register": lambda: engine.register(verb.name, _needed(source)),
         "replace": lambda: engine.replace(verb.name, _needed(source)),
         "promote": lambda: engine.promote(verb.name, source),
-        "swap": lambda: engine.swap(verb.name, _needed(source), verb.slot),
+        "swap": lambda: engine.swap(verb.name, source, verb.slot),
         "prefetch": lambda: engine.prefetch(verb.name, source),
     }
     reply: AdapterReply = await run[verb.verb]()

@@ -109,6 +109,8 @@ async def _http(
     url = f"http://{config.host}:{sock.getsockname()[1]}"
     tasks.start_soon(_until_signal, server)
     console.print(f"serving {options.http.model_name} at {url}")
+    if options.http.ui:
+        console.print(f"live page at {url}/ui")
     if not options.http.admin_keys:
         console.print("adapter routes are off: no admin key")
     task_status.started(url)

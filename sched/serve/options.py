@@ -79,6 +79,7 @@ HELP: dict[str, str] = {
     "command_timeout_s": "seconds a load may keep its caller waiting",
     "max_choices": "prompts times n of one request",
     "metrics_adapters": "adapter names that get metric series of their own",
+    "ui": "whether to serve /ui, the live page (true or false)",
     "max_loras": "slots: adapters on the device at once (0: LoRA off)",
     "max_lora_rank": "the largest adapter rank",
     "overlay_rows": "embedding and head rows an adapter may replace",

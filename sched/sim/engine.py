@@ -27,6 +27,7 @@ from ...errors import EngineClosedError, RejectError, RequestError
 from ...gpu.lora.safefile import FileLimits
 from ...gpu.lora.source import AdapterSource, BytesSource, DirectorySource, RawAdapter
 from ...gpu.model.params import SamplingParams
+from ..arguments import known_source
 from ..core import Core, CoreConfig, Stats
 from ..core import events as ev
 from ..face import DEFAULT, AdapterReply, Default, Source
@@ -245,8 +246,11 @@ class SimEngine:
     async def promote(self, name: str, source: Source | None = None) -> AdapterReply:
         return await self._command(lambda s, i: ev.Promote(i, name, _maybe(s, source)))
 
-    async def swap(self, name: str, source: Source, slot: int) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Swap(i, name, _id(s, source), slot))
+    async def swap(self, name: str, source: Source | None, slot: int) -> AdapterReply:
+        if source is not None:
+            return await self._command(lambda s, i: ev.Swap(i, name, _id(s, source), slot))
+        known = known_source(self.core, name)
+        return await self._command(lambda _, i: ev.Swap(i, name, known, slot))
 
     async def rotate(self, name: str | None) -> AdapterReply:
         return await self._command(lambda _, i: ev.Rotate(i, name))

@@ -28,6 +28,7 @@ from .schemas import (
     LoadBody,
     LoadLoraAdapter,
     NameBody,
+    SwapBody,
     UnloadBody,
     UnloadLoraAdapter,
 )
@@ -71,6 +72,7 @@ class Admin:
             "/v1/lora/register": self.register,
             "/v1/lora/replace": self.replace,
             "/v1/lora/promote": self.promote,
+            "/v1/lora/swap": self.swap,
             "/v1/lora/prefetch": self.prefetch,
             "/v1/lora/pin": self.pin,
             "/v1/lora/unpin": self.unpin,
@@ -156,6 +158,13 @@ class Admin:
         reply = await self._run(request, lambda: self._engine.replace(body.name, path))
         self._metrics.loaded(reply)
         return json_response(reply_object("replaced", reply))
+
+    async def swap(self, request: Request) -> Response:
+        body = await read(request, self._settings, SwapBody)
+        path = None if body.path is None else self._directory(body.path)
+        reply = await self._run(request, lambda: self._engine.swap(body.name, path, body.slot))
+        self._metrics.loaded(reply)
+        return json_response(reply_object("swapped", reply))
 
     async def promote(self, request: Request) -> Response:
         return await self._with_path(request, "promoted", self._engine.promote)

@@ -28,6 +28,7 @@ from .metrics import HttpMetrics, wall_clock
 from .openapi import describe
 from .settings import HttpSettings
 from .shapes import adapter_model, base_model
+from .ui import Page
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -126,12 +127,14 @@ def create_app(
     text = text_of(engine)
     generating = Generating(engine, text, settings, metrics)
     looking = Looking(engine, settings, metrics, clock)
+    page = Page(engine, text, settings, metrics).routes() if settings.ui else []
     routes = [
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
         Route("/v1/completions", generating.completions, methods=["POST"]),
         Route("/v1/models", looking.models, methods=["GET"]),
         Route("/v1/models/{name:path}", looking.model, methods=["GET"]),
         *Admin(engine, text, settings, metrics).routes(),
+        *page,
         Route("/health", looking.health, methods=["GET"]),
         Route("/version", looking.version, methods=["GET"]),
         Route("/openapi.json", looking.openapi, methods=["GET"]),

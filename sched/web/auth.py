@@ -19,6 +19,7 @@ from .metrics import HttpMetrics, route_of
 from .settings import HttpSettings
 
 _log = logging.getLogger("rota.sched.web")
+_KEYED = ("/v1/", "/ui/state")
 _ADMIN = ("/v1/lora/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
@@ -74,7 +75,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> RotaError | None:
         path: str = scope["path"]
         settings = self._settings
-        if not path.startswith("/v1/"):
+        if not path.startswith(_KEYED):
             return None
         given = _bearer(scope)
         admin = _any(given, settings.admin_keys)

@@ -91,8 +91,9 @@ class _Job:
             made = sum(e.token_id is not None for e in events)
             if choice.last_at is None:
                 self._metrics.first_token.observe(now - self._begin)
+                self._metrics.tokens(made, None)
             elif made:
-                self._metrics.gap.observe((now - choice.last_at) / made)
+                self._metrics.tokens(made, (now - choice.last_at) / made)
             choice.last_at = now
             choice.tokens += made
             choice.finish = events[-1].finish_reason

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..core.snapshot import Stats
 from ..face import AdapterReply
+from .pulse import Pulse
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TIMES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -29,6 +30,7 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self.pulse = Pulse(time.monotonic)
         self.requests = Counter(
             "rota_http_requests",
             "Answered requests.",
@@ -67,6 +69,13 @@ class HttpMetrics:
             ["kind"],
             registry=registry,
         )
+
+    def tokens(self, made: int, gap_s: float | None) -> None:
+        """``made`` tokens have come, ``gap_s`` seconds from one to the next (``None``: the
+        first of their request)."""
+        if gap_s is not None:
+            self.gap.observe(gap_s)
+        self.pulse.add(made, gap_s)
 
     def loaded(self, reply: AdapterReply) -> None:
         """An adapter command that staged something has been answered."""

@@ -18,11 +18,13 @@ from .schemas import (
     LoadBody,
     LoadLoraAdapter,
     NameBody,
+    SwapBody,
     UnloadBody,
     UnloadLoraAdapter,
 )
 
 _JSON, _TEXT, _SSE = "application/json", "text/plain", "text/event-stream"
+_HTML = "text/html"
 
 #: (method, path, summary, key, body, media types of a success)
 OPERATIONS: tuple[tuple[str, str, str, str | None, Any, tuple[str, ...]], ...] = (
@@ -36,6 +38,7 @@ OPERATIONS: tuple[tuple[str, str, str, str | None, Any, tuple[str, ...]], ...] =
     ("post", "/v1/lora/register", "Know it; load on demand.", "admin", LoadBody, (_JSON,)),
     ("post", "/v1/lora/replace", "A new version.", "admin", LoadBody, (_JSON,)),
     ("post", "/v1/lora/promote", "Bring into a slot.", "admin", NameBody, (_JSON,)),
+    ("post", "/v1/lora/swap", "Into this very slot.", "admin", SwapBody, (_JSON,)),
     ("post", "/v1/lora/prefetch", "Stage in host memory.", "admin", NameBody, (_JSON,)),
     ("post", "/v1/lora/pin", "Never a victim.", "admin", NameBody, (_JSON,)),
     ("post", "/v1/lora/unpin", "A victim again.", "admin", NameBody, (_JSON,)),
@@ -46,6 +49,9 @@ OPERATIONS: tuple[tuple[str, str, str, str | None, Any, tuple[str, ...]], ...] =
     ("get", "/health", "Whether the engine serves.", None, None, (_JSON,)),
     ("get", "/version", "Of rota.", None, None, (_JSON,)),
     ("get", "/metrics", "For Prometheus.", None, None, (_TEXT,)),
+    ("get", "/ui", "A page to watch and act on.", None, None, (_HTML,)),
+    ("get", "/ui/state", "What the page shows.", "api", None, (_JSON,)),
+    ("get", "/ui/{name}", "A file of the page.", None, None, ("text/css", "text/javascript")),
     ("get", "/openapi.json", "This.", None, None, (_JSON,)),
 )
 
@@ -111,6 +117,10 @@ def _operation(
     if "{name}" in path:
         operation["parameters"] = [
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if path == "/ui/state":
+        operation["parameters"] = [
+            {"name": "since", "in": "query", "required": False, "schema": {"type": "integer"}}
         ]
     if body is not None:
         reference = {"$ref": f"#/components/schemas/{body.__name__}"}

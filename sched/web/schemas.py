@@ -256,6 +256,14 @@ class NameBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     path: str | None = None
 
 
+class SwapBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``/v1/lora/swap``: into this very slot; without ``path``, from where the name came from."""
+
+    name: str
+    slot: int
+    path: str | None = None
+
+
 class UnloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``/v1/lora/unload``."""
 

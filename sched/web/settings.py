@@ -18,7 +18,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``max_body_bytes``, ``body_timeout_s``: of a request's body. ``request_timeout_s``: a generation
     that takes longer ends. ``command_timeout_s``: how long a load may keep its caller waiting.
     ``max_choices``: prompts times ``n`` of one request. ``metrics_adapters``: names that get a
-    series of their own."""
+    series of their own. ``ui``: whether ``/ui``, the live page, is served."""
 
     model_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "base"
     api_keys: _Keys = ()
@@ -30,3 +30,4 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     command_timeout_s: _Seconds = 600.0
     max_choices: _Positive = 64
     metrics_adapters: Annotated[int, msgspec.Meta(ge=0)] = 64
+    ui: bool = True
