@@ -40,12 +40,12 @@ class Generation:
     """A stream with an engine's generation's methods."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self.poll, self.on_ready, self.take = stream.poll, stream.on_ready, stream.take
+        outlet = self._outlet = stream.outlet
+        self.poll, self.on_ready, self.take = outlet.poll, outlet.on_ready, outlet.take
 
     @property
     def over(self) -> bool:
-        return self._stream.over
+        return self._outlet.over
 
     def cancel(self) -> None:
         pass

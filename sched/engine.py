@@ -38,7 +38,7 @@ from .face import DEFAULT, AdapterReply, Default, Source
 from .generation import Generation
 from .lifecycle import Parts
 from .shell import Pending
-from .streams import Stream
+from .streams import Outlet, Stream
 from .text.sink import TextSink
 from .text.tokenizer import Tokenizer
 
@@ -147,7 +147,8 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> Generation:
-        """Start a request and return its events as an async iterator.
+        """Start a request and return its events as an async iterator (of all ``sampling.n``
+        samples, which compute the prompt once; ``event.sample`` says whose it is).
 
         ``prompt``: text (tokenized as it is) or token ids. ``adapter``: a name, ``None`` for base,
         or ``rota.DEFAULT``. Lower ``priority`` numbers go first. ``deadline_s``: seconds from now
@@ -173,19 +174,21 @@ class Engine:
                 )
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._rng.getrandbits(63))
-        seq = shell.new_id()
-        text = None
-        if parts.tokenizer is not None:
-            text = TextSink(parts.tokenizer, sampling.stop, ids)
-        elif sampling.stop:
+        if parts.tokenizer is None and sampling.stop:
             raise _no_tokenizer()
-        stream = Stream(seq, text, shell.stop_matched)
+        outlet, samples = Outlet(), []
+        for index in range(sampling.n):
+            tokenizer = parts.tokenizer
+            text = None if tokenizer is None else TextSink(tokenizer, sampling.stop, ids)
+            stream = Stream(shell.new_id(), text, shell.stop_matched, outlet, index)
+            samples.append((stream, sampling.of_sample(index)))
+        streams = [stream for stream, _ in samples]
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids.update(info.eos_ids)
         use_default = isinstance(adapter, Default)
         event = ev.Submit(
-            seq=seq,
+            seq=streams[0].seq,
             prompt=tuple(ids),
             adapter=None if isinstance(adapter, Default) else adapter,
             use_default=use_default,
@@ -194,10 +197,11 @@ class Engine:
             min_tokens=sampling.min_tokens,
             priority=priority,
             deadline=None if deadline_s is None else deadline_in(deadline_s),
+            siblings=tuple(stream.seq for stream in streams[1:]),
         )
         check(event)
-        shell.submit(event, stream, sampling)
-        return Generation(shell, stream)
+        shell.submit_samples(event, samples)
+        return Generation(shell, *streams)
 
     async def complete(
         self,
@@ -205,7 +209,8 @@ class Engine:
         adapter: str | Default | None = DEFAULT,
         sampling: SamplingParams | None = None,
     ) -> str:
-        """The whole text of one generation."""
+        """The whole text of one generation (of its first sample)."""
+        sampling = sampling.of_sample(0) if isinstance(sampling, SamplingParams) else sampling
         return "".join([e.text async for e in self.generate(prompt, adapter, sampling)])
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -9,7 +9,7 @@ waiting commands and the sources; decides nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,9 +91,15 @@ class Shell:
 
     def submit(self, event: ev.Submit, stream: Stream, sampling: Any) -> None:
         """Take a request; its tokens and its end come through ``stream``."""
+        self.submit_samples(event, [(stream, sampling)])
+
+    def submit_samples(self, event: ev.Submit, samples: Sequence[tuple[Stream, Any]]) -> None:
+        """Take a request for several samples: the stream and sampling of ``event.seq``, then of
+        each sibling in order."""
         self._refuse_if_over()
-        self._streams[event.seq] = stream
-        self._openings[event.seq] = Opening(event.prompt, sampling)
+        for stream, sampling in samples:
+            self._streams[stream.seq] = stream
+            self._openings[stream.seq] = Opening(event.prompt, sampling)
         self._turn(event)
 
     def cancel(self, seq: int) -> None:

@@ -1,7 +1,8 @@
 """One request's way out: from sampled tokens to the events its caller reads.
 
-A stream holds at most ``max_tokens`` + 1 events (that is its limit), so the engine never waits for
-a slow reader. Text handling (detokenizer, stop strings) happens here, on the loop.
+Each sample has a stream; the streams of one request end in one outlet, which has one reader. A
+stream gives at most ``max_tokens`` + 1 events (that is the outlet's limit), so the engine never
+waits for a slow reader. Text handling (detokenizer, stop strings) happens here, on the loop.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, array_like=True):
     adds (may be empty: half a character, or held back by a stop string). ``finish_reason``: on the
     last event only: ``stop``, ``length``, ``cancelled`` or ``deadline``. ``adapter_id``: identity
     of the version that made the token, 0 = base. ``index``: 0 for the first new token.
+    ``sample``: which of the ``n`` samples of its prompt; each has a last event of its own.
     ``logprob``, ``top_logprobs``: natural logs, when asked for.
     """
 
@@ -45,28 +47,111 @@ class GenerationEvent(msgspec.Struct, frozen=True, array_like=True):
     index: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    sample: int = 0
+
+
+class Outlet:
+    """The events of one request, from the streams of its samples to the one who reads them."""
+
+    def __init__(self) -> None:
+        self._events: deque[GenerationEvent] = deque()
+        self._errors: deque[RotaError] = deque()
+        self._open = 0
+        self._wake = anyio.Event()
+        self._on_ready: Callable[[], None] | None = None
+
+    # called by streams --------------------------------------------------------------------------
+    def opened(self) -> None:
+        self._open += 1
+
+    def put(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._ready()
+
+    def closed(self, error: RotaError | None) -> None:
+        """A stream has ended, in ``error`` if it is one."""
+        self._open -= 1
+        if error is not None:
+            self._errors.append(error)
+        self._ready()
+
+    def _ready(self) -> None:
+        self._wake.set()
+        if self._on_ready is not None:
+            self._on_ready()
+
+    # reading ------------------------------------------------------------------------------------
+    @property
+    def ended(self) -> bool:
+        """No event will come any more."""
+        return self._open == 0
+
+    @property
+    def over(self) -> bool:
+        """Ended, and everything has been read."""
+        return self.ended and not self._events and not self._errors
+
+    def on_ready(self, call: Callable[[], None]) -> None:
+        """``call()`` whenever there is more for :meth:`poll` (now, too, if there is): for one
+        reader of many requests, that a task for each would slow down."""
+        self._on_ready = call
+        if self._events or self._errors or self.ended:
+            call()
+
+    def poll(self, limit: int) -> list[GenerationEvent]:
+        """Up to ``limit`` events without waiting, none if there are none now. Raises an error that
+        ended a sample, once, after the events at hand."""
+        events = self._events
+        if not events and self._errors:
+            raise self._errors.popleft()
+        return [events.popleft() for _ in range(min(limit, len(events)))]
+
+    async def take(self, limit: int) -> list[GenerationEvent]:
+        """At least one event and at most ``limit``: what can be read without waiting twice; empty
+        after the last. Raises as :meth:`poll`."""
+        first = await self.next()
+        if first is None:
+            return []
+        taken = [first]
+        while self._events and len(taken) < limit:
+            taken.append(self._events.popleft())
+        return taken
+
+    async def next(self) -> GenerationEvent | None:
+        """The next event, or ``None`` after the last. Raises as :meth:`poll`."""
+        while True:
+            if self._events:
+                return self._events.popleft()
+            if self._errors:
+                raise self._errors.popleft()
+            if self.ended:
+                return None
+            if self._wake.is_set():  # else another reader waits on it, and must be woken too
+                self._wake = anyio.Event()
+            await self._wake.wait()
 
 
 class Stream:
-    """Filled by the shell, read by one consumer."""
+    """One sample, filled by the shell; read through :attr:`outlet`."""
 
     def __init__(
         self,
         seq: int,
         text: TextSink | None,
         on_stop: Callable[[int], None],
+        outlet: Outlet | None = None,
+        sample: int = 0,
     ) -> None:
         self.seq = seq
+        self.outlet = outlet if outlet is not None else Outlet()
+        self.outlet.opened()
+        self._sample = sample
         self._text = text
         self._on_stop = on_stop
         self._stopped = False
-        self._events: deque[GenerationEvent] = deque()
         self._last: GenerationEvent | None = None
-        self._error: RotaError | None = None
         self._ended = False
         self._index = 0
-        self._wake = anyio.Event()
-        self._on_ready: Callable[[], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -87,9 +172,9 @@ class Stream:
         if hit:
             self._stopped = True
             self._on_stop(self.seq)
-        self._settle_last()
+        self.flush()
         self._last = GenerationEvent(
-            token, text, None, adapter_id, self._index, logprob, tuple(top)
+            token, text, None, adapter_id, self._index, logprob, tuple(top), self._sample
         )
         self._index += 1
 
@@ -97,81 +182,26 @@ class Stream:
         """The terminal event, exactly once."""
         assert not self._ended, "a stream ends once"
         self._ended = True
-        self._error = error
         last, self._last = self._last, None
         if error is not None:
             if last is not None:
-                self._events.append(last)
+                self.outlet.put(last)
         else:
             tail = self._tail()
             if last is not None:
-                self._events.append(
-                    msgspec.structs.replace(last, text=last.text + tail, finish_reason=reason)
-                )
+                last = msgspec.structs.replace(last, text=last.text + tail, finish_reason=reason)
             else:
-                self._events.append(GenerationEvent(None, tail, reason, adapter_id, self._index))
-        self._ready()
+                last = GenerationEvent(
+                    None, tail, reason, adapter_id, self._index, sample=self._sample
+                )
+            self.outlet.put(last)
+        self.outlet.closed(error)
 
     def flush(self) -> None:
         """End of a turn: what was pushed may be read."""
-        self._settle_last()
-
-    def _settle_last(self) -> None:
         if self._last is not None:
-            self._events.append(self._last)
-            self._last = None
-            self._ready()
-
-    def _ready(self) -> None:
-        self._wake.set()
-        if self._on_ready is not None:
-            self._on_ready()
+            last, self._last = self._last, None
+            self.outlet.put(last)
 
     def _tail(self) -> str:
         return "" if self._stopped or self._text is None else self._text.finish()
-
-    @property
-    def over(self) -> bool:
-        """Ended, and everything has been read."""
-        return self._ended and not self._events and self._error is None
-
-    def on_ready(self, call: Callable[[], None]) -> None:
-        """``call()`` whenever there is more for :meth:`poll` (now, too, if there is): for one
-        reader of many streams, that a task for each would slow down."""
-        self._on_ready = call
-        if self._events or self._ended:
-            call()
-
-    def poll(self, limit: int) -> list[GenerationEvent]:
-        """Up to ``limit`` events without waiting, none if there are none now. Raises the error
-        that ended the stream, after the last of its events."""
-        events = self._events
-        if not events and self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return [events.popleft() for _ in range(min(limit, len(events)))]
-
-    async def take(self, limit: int) -> list[GenerationEvent]:
-        """At least one event and at most ``limit``: what can be read without waiting twice; empty
-        after the last. Raises the error that ended the stream."""
-        first = await self.next()
-        if first is None:
-            return []
-        taken = [first]
-        while self._events and len(taken) < limit:
-            taken.append(self._events.popleft())
-        return taken
-
-    async def next(self) -> GenerationEvent | None:
-        """The next event, or ``None`` after the last. Raises the error that ended the stream."""
-        while True:
-            if self._events:
-                return self._events.popleft()
-            if self._ended:
-                if self._error is not None:
-                    error, self._error = self._error, None
-                    raise error
-                return None
-            if self._wake.is_set():  # else another reader waits on it, and must be woken too
-                self._wake = anyio.Event()
-            await self._wake.wait()

@@ -18,6 +18,7 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_STOP_IDS: Final = 1024
+MAX_SAMPLES: Final = 64
 MAX_SEED: Final = (1 << 64) - 1
 
 _NUMBERS: Final = {
@@ -33,7 +34,7 @@ _INTEGERS: Final = {
     "max_tokens": (1, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
     "top_k": (0, 1 << 31),
-    "n": (1, 1),
+    "n": (1, MAX_SAMPLES),
 }
 
 
@@ -55,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop_token_ids: ids that end the sequence, besides the model's own.
         ignore_eos: do not end at the model's own end ids.
         logprobs: ``None``, or how many alternatives to report (0: the chosen token alone).
-        n: samples of one prompt; only 1.
+        n: samples of one prompt, at most 64; the i-th (from 0) draws with ``seed + i``.
 
     Raises:
         RequestError: bad-<field with hyphens>, e.g. ``bad-top-p``.
@@ -106,6 +107,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             or not all(type(i) is int and i >= 0 for i in self.stop_token_ids)
         ):
             raise _bad("stop_token_ids", f"at most {MAX_STOP_IDS} ids >= 0", self.stop_token_ids)
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """Of the ``index``-th sample alone: its seed is the first's plus its index."""
+        if self.n == 1 and not index:
+            return self
+        seed = None if self.seed is None else (self.seed + index) & MAX_SEED
+        return msgspec.structs.replace(self, n=1, seed=seed)
 
     @property
     def plain_greedy(self) -> bool:

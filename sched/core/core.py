@@ -163,8 +163,13 @@ class Core:
         waiting = state.lanes.check()
         if waiting != sum(s.state is SeqState.WAITING for s in state.seqs.values()):
             raise InternalError("lanes and waiting sequences disagree", subject="lanes")
-        if len(state.running) + waiting != len(state.seqs):
+        followers = [f for s in state.seqs.values() for f in s.followers]
+        if len(state.running) + waiting + len(followers) != len(state.seqs):
             raise InternalError("a sequence is neither running nor waiting", subject="seqs")
+        if len(followers) != state.following or any(
+            f.state is not SeqState.FOLLOWING for f in followers
+        ):
+            raise InternalError("followers and leaders disagree", subject="seqs")
         jobs = {j.id for e in state.names.names.values() for j in e.jobs}
         if jobs - set(state.jobs):
             raise InternalError("a name waits for a job that is gone", subject="jobs")

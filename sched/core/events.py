@@ -23,7 +23,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A new sequence. ``adapter``: a name, or ``None`` for base; ``use_default`` picks the default
+    """A new sequence, and one more for each of ``siblings``: samples of the same prompt, on the
+    same version. ``adapter``: a name, or ``None`` for base; ``use_default`` picks the default
     adapter instead. ``max_tokens``: new tokens at most. ``deadline``: absolute time or ``None``."""
 
     seq: int
@@ -35,6 +36,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     min_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
+    siblings: tuple[int, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,7 +6,7 @@ admission from the lanes, within a token budget that bounds the gap between toke
 
 from __future__ import annotations
 
-from . import adapters
+from . import adapters, samples
 from .effects import OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
@@ -166,13 +166,9 @@ def _identity(state: State, seq: Sequence) -> int:
 def _start(state: State, seq: Sequence, found: list[Node]) -> None:
     state.lanes.remove(seq)
     if not seq.leased:
-        if seq.adapter is None:
-            state.lease_base(seq)
-        else:
-            version = state.names.names[seq.adapter].current
-            assert version is not None
-            state.slots.lease(state.slots[version.slot], seq.id)
-            seq.leased, seq.slot, seq.adapter_id = True, version.slot, version.adapter_id
+        version = None if seq.adapter is None else state.names.names[seq.adapter].current
+        assert version is not None or seq.adapter is None
+        state.lease(seq, version)
     seq.move(SeqEvent.ADMIT, state.log)
     state.running[seq.id] = seq
     state.memory.admit(seq, found)
@@ -209,6 +205,7 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         seq.move(SeqEvent.CHUNK, state.log)
         return
     seq.move(SeqEvent.SAMPLED, state.log)
+    samples.lead_on(state, seq)
     position, token = len(seq.tokens) - seq.prompt_len, done.token
     seq.tokens.append(token)
     state.counters.tokens += 1

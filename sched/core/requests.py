@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import samples
 from .effects import Ended
 from .events import Cancel, Failure, Stop, Submit
 from .sequences import Sequence
@@ -18,13 +19,14 @@ def _refusal(state: State, event: Submit, adapter: str | None) -> Failure | None
         return state.dead
     if state.closing:
         return Failure("closed", "engine-closed", "the engine is closing")
-    if state.lanes.waiting >= config.max_waiting:
+    waiting = state.lanes.waiting + state.following
+    if waiting + 1 + len(event.siblings) > config.max_waiting:
         return Failure(
             "capacity",
             "QUEUE_FULL",
             "too many requests wait already",
             expected=f"at most {config.max_waiting} waiting",
-            found=str(state.lanes.waiting),
+            found=f"{waiting}, and {1 + len(event.siblings)} more",
             retry_after_s=retry_after(state),
         )
     if not event.prompt:
@@ -72,20 +74,23 @@ def retry_after(state: State) -> float:
 
 def submit(state: State, event: Submit) -> None:
     adapter = state.default if event.use_default else event.adapter
-    state.counters.submitted += 1
+    idents = (event.seq, *event.siblings)
+    state.counters.submitted += len(idents)
     failure = _refusal(state, event, adapter)
     if failure is not None:
-        state.counters.ended += 1
-        state.log.add(f"seq {event.seq}", f"refused: {failure.code}")
-        state.out.append(Ended(event.seq, "error", 0, failure))
+        state.counters.ended += len(idents)
+        for ident in idents:
+            state.log.add(f"seq {ident}", f"refused: {failure.code}")
+            state.out.append(Ended(ident, "error", 0, failure))
         return
-    if event.seq in state.seqs:
-        raise state.log.broken(f"seq {event.seq}", "submitted twice")
-    seq = Sequence.of(event, adapter, state.config.max_context)
-    state.seqs[seq.id] = seq
-    state.lanes.add(seq)
-    state.watch_deadline(seq)
-    state.log.add(f"seq {seq.id}", f"submitted for {adapter or 'base'}")
+    seqs = [Sequence.of(event, ident, adapter, state.config.max_context) for ident in idents]
+    for seq in seqs:
+        if seq.id in state.seqs:
+            raise state.log.broken(f"seq {seq.id}", "submitted twice")
+        state.seqs[seq.id] = seq
+        state.watch_deadline(seq)
+        state.log.add(f"seq {seq.id}", f"submitted for {adapter or 'base'}")
+    samples.join(state, seqs)
 
 
 def cancel(state: State, event: Cancel) -> None:

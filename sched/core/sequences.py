@@ -33,14 +33,16 @@ class Sequence:
     slot: int = -1
     leased: bool = False
     adapter_id: int = 0
+    leader: Sequence | None = None  #: of the samples of its prompt, while this one follows
+    followers: list[Sequence] = field(default_factory=list)
     admitted: bool = False  #: has been on the device at least once
     in_flight: bool = False
 
     @classmethod
-    def of(cls, event: Submit, adapter: str | None, max_context: int) -> Sequence:
+    def of(cls, event: Submit, ident: int, adapter: str | None, max_context: int) -> Sequence:
         prompt_len = len(event.prompt)
         return cls(
-            id=event.seq,
+            id=ident,
             tokens=list(event.prompt),
             prompt_len=prompt_len,
             adapter=adapter,

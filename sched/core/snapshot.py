@@ -125,7 +125,7 @@ def snapshot(state: State) -> Stats:
         slots=slots,
         adapters=tuple(adapters),
         default_adapter=state.default,
-        waiting=state.lanes.waiting,
+        waiting=state.lanes.waiting + state.following,
         prefilling=states.count(SeqState.PREFILL),
         decoding=states.count(SeqState.DECODE),
         closing=states.count(SeqState.CLOSING),

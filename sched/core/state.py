@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from . import samples
 from .config import CoreConfig
 from .effects import CloseSequence, DropImage, DropSource, Effect, Ended, Reply, Retire, Row
 from .events import Failure
@@ -73,6 +74,7 @@ class State:
     lanes: Lanes = field(default_factory=Lanes)
     seqs: dict[int, Sequence] = field(default_factory=dict)
     running: dict[int, Sequence] = field(default_factory=dict)
+    following: int = 0
     #: Commands not yet answered -> the job that answers them (-1: an unload).
     commands: dict[int, int] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -134,18 +136,26 @@ class State:
     def end(self, seq: Sequence, reason: str, failure: Failure | None = None) -> None:
         """The one terminal path: the caller hears now; blocks and lease are given back now, or
         when the step that reads them is over."""
-        if seq.state is SeqState.CLOSING:
+        if seq.state in (SeqState.CLOSING, SeqState.ENDED):
             return
         self.out.append(Ended(seq.id, reason, seq.adapter_id, failure))
         self.counters.ended += 1
         self.log.add(f"seq {seq.id}", f"ended: {reason}{f' {failure.code}' if failure else ''}")
         if seq.state is SeqState.WAITING:
             self.lanes.remove(seq)
+        elif seq.state is SeqState.FOLLOWING:
+            samples.leave(self, seq)
         if seq.in_flight:
             seq.move(SeqEvent.END_IN_FLIGHT, self.log)
-            return
-        seq.move(SeqEvent.END, self.log)
-        self._leave(seq)
+        else:
+            seq.move(SeqEvent.END, self.log)
+            self._leave(seq)
+        if failure is not None:
+            # What ended the computation of the prompt ends all who need it.
+            for other in list(seq.followers):
+                self.end(other, reason, failure)
+        elif seq.followers:
+            samples.leader_ended(self, seq)
 
     def settle(self, seq: Sequence) -> None:
         """The step a closing sequence was in is over."""
@@ -168,8 +178,8 @@ class State:
         if seq.adapter is None:
             counters.base_queried += seq.prompt_len
             counters.base_hit += seq.computed
-        else:
-            entry = self.names.names[seq.adapter]
+        elif (entry := self.names.names.get(seq.adapter)) is not None:
+            # A follower may be admitted after its name was unloaded: it has its lease.
             entry.queried += seq.prompt_len
             entry.hit += seq.computed
 
@@ -198,8 +208,13 @@ class State:
         if version.slot < 0 and (entry is None or entry.current is not version):
             self.memory.prefix.drop(version.adapter_id)
 
-    def lease_base(self, seq: Sequence) -> None:
-        seq.leased, seq.slot, seq.adapter_id = True, -1, BASE_ID
+    def lease(self, seq: Sequence, version: Version | None) -> None:
+        """Give ``seq`` its lease on ``version`` (``None``: base), and its followers theirs."""
+        for one in (seq, *seq.followers):
+            one.leased, one.slot, one.adapter_id = True, -1, BASE_ID
+            if version is not None:
+                self.slots.lease(self.slots[version.slot], one.id)
+                one.slot, one.adapter_id = version.slot, version.adapter_id
 
     # replies and host memory ------------------------------------------------------------------
     def reply(self, commands: list[int], reply: Reply) -> None:

@@ -53,6 +53,7 @@ SLOT_TABLE: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 class SeqState(_Fast):
     WAITING = "WAITING"  #: not on the device: new, or preempted (then it keeps its lease)
+    FOLLOWING = "FOLLOWING"  #: another sample of its prompt computes that first
     PREFILL = "PREFILL"  #: admitted; some of its tokens are not in KV yet
     DECODE = "DECODE"  #: one new token a step
     CLOSING = "CLOSING"  #: ended for its caller; the step that reads its blocks is in flight
@@ -60,6 +61,8 @@ class SeqState(_Fast):
 
 
 class SeqEvent(_Fast):
+    FOLLOW = "follow"
+    LED = "led"  #: the prompt is computed, or nobody leads any more
     ADMIT = "admit"
     CHUNK = "chunk"  #: a prefill chunk ran, more to come
     SAMPLED = "sampled"
@@ -72,6 +75,9 @@ class SeqEvent(_Fast):
 SEQ_TABLE: dict[tuple[SeqState, SeqEvent], SeqState] = {
     (SeqState.WAITING, SeqEvent.ADMIT): SeqState.PREFILL,
     (SeqState.WAITING, SeqEvent.END): SeqState.ENDED,
+    (SeqState.WAITING, SeqEvent.FOLLOW): SeqState.FOLLOWING,
+    (SeqState.FOLLOWING, SeqEvent.LED): SeqState.WAITING,
+    (SeqState.FOLLOWING, SeqEvent.END): SeqState.ENDED,
     (SeqState.PREFILL, SeqEvent.CHUNK): SeqState.PREFILL,
     (SeqState.PREFILL, SeqEvent.SAMPLED): SeqState.DECODE,
     (SeqState.PREFILL, SeqEvent.PREEMPT): SeqState.WAITING,

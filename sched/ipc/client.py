@@ -220,7 +220,8 @@ class Client:
         adapter: str | Default | None = DEFAULT,
         sampling: SamplingParams | None = None,
     ) -> str:
-        """The whole text of one generation."""
+        """The whole text of one generation (of its first sample)."""
+        sampling = sampling.of_sample(0) if sampling is not None else None
         return "".join([e.text async for e in self.generate(prompt, adapter, sampling)])
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

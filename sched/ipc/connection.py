@@ -321,6 +321,7 @@ class Connection:
             else:
                 events = generation.poll(min(request.credit, _BATCH))
         except RotaError as error:
+            generation.cancel()  # the other samples
             self._end(request, error)
             return
         if events:

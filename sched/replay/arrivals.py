@@ -140,7 +140,8 @@ def read_recorded(path: str | Path) -> list[Arrival]:
     for _, line in lines:
         if isinstance(line.event, ev.Submit):
             event = line.event
-            arrivals.append(Arrival(line.now, event.adapter, len(event.prompt), event.max_tokens))
+            one = Arrival(line.now, event.adapter, len(event.prompt), event.max_tokens)
+            arrivals += [one] * (1 + len(event.siblings))
     return _from_zero(arrivals)
 
 

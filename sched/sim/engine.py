@@ -34,7 +34,7 @@ from ..face import DEFAULT, AdapterReply, Default, Source
 from ..generation import Generation
 from ..shell import Shell
 from ..staging import Stager
-from ..streams import Stream
+from ..streams import Outlet, Stream
 from ..text.chat import ChatTemplate
 from ..text.detokenizer import byte_alphabet
 from ..text.sink import TextSink
@@ -214,11 +214,15 @@ class SimEngine:
                     subject=f"prompt[{position}]",
                     found=token,
                 )
-        seq = shell.new_id()
-        stream = Stream(seq, TextSink(self.tokenizer, sampling.stop, ids), shell.stop_matched)
+        outlet, samples = Outlet(), []
+        for index in range(sampling.n):
+            text = TextSink(self.tokenizer, sampling.stop, ids)
+            stream = Stream(shell.new_id(), text, shell.stop_matched, outlet, index)
+            samples.append((stream, sampling.of_sample(index)))
+        streams = [stream for stream, _ in samples]
         named = None if isinstance(adapter, Default) else adapter
         event = ev.Submit(
-            seq,
+            streams[0].seq,
             tuple(ids),
             named,
             isinstance(adapter, Default),
@@ -226,9 +230,10 @@ class SimEngine:
             stop_ids=sampling.stop_token_ids,
             priority=priority,
             deadline=None if deadline_s is None else anyio.current_time() + deadline_s,
+            siblings=tuple(stream.seq for stream in streams[1:]),
         )
-        shell.submit(event, stream, sampling)
-        return Generation(shell, stream)
+        shell.submit_samples(event, samples)
+        return Generation(shell, *streams)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         text = self._chat.render(messages)

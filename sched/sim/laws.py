@@ -44,8 +44,10 @@ class _Req:
     closed: bool = False
     ended: bool = False
     absent: bool = False
+    held: float | None = None
     first: float | None = None
     hit: int = 0
+    family: int = -1
     left: float | None = None
 
 
@@ -78,6 +80,7 @@ class Ledger:
         self.dropped: set[int] = set()
         self.commit_times: list[float] = []
         self.pin_times: list[float] = []
+        self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
         self.waiting: dict[tuple[int, str | None], set[int]] = {}
         self.closed = False
@@ -110,7 +113,10 @@ class Ledger:
         match event:
             case ev.Submit():
                 adapter = self.default if event.use_default else event.adapter
-                self.reqs[event.seq] = _Req(adapter, len(event.prompt), event.priority, self.now)
+                for seq in (event.seq, *event.siblings):
+                    req = _Req(adapter, len(event.prompt), event.priority, self.now)
+                    self.reqs[seq] = req
+                    req.family = event.seq
             case ev.StepDone(step, _):
                 self.need(
                     self.step is not None and self.step.step == step, "one step", f"step {step}"
@@ -291,7 +297,11 @@ class Ledger:
             req.slot, req.ident = row.slot, row.adapter_id
             if req.adapter is not None:
                 newest = self.latest.get(req.adapter)
+                newest = self.families.get(req.family, newest)
                 self.need(row.adapter_id == newest, "newest version", f"{who} leased an old one")
+            self.families.setdefault(req.family, row.adapter_id)
+        same = row.adapter_id == self.families[req.family]
+        self.need(same, "one version", f"{who} differs from its samples")
         self.need(row.slot == req.slot, "one lease", f"{who} moved from {req.slot} to {row.slot}")
         self.need(row.adapter_id == req.ident, "one version", f"{who} changed version")
         self.need((row.slot < 0) == (req.adapter is None), "base", f"{who} in slot {row.slot}")
@@ -337,6 +347,9 @@ class Ledger:
         req = self.reqs[seq]
         self.need(not req.opened and not req.ended, "lease", f"seq {seq} opened wrongly")
         req.opened = True
+        for one in self.reqs.values():
+            if one.family == req.family and one.held is None and not one.ended:
+                one.held = self.now  # all samples lease together
         self._no_longer_waits(seq, req)
         if req.adapter is None:
             self.base_passed[req.priority] = {}
@@ -357,9 +370,9 @@ class Ledger:
         """Every ready image got its slot within the documented bound (docs/states.md):
         ``(drain_after_s + longest lease) * (1 + slots given to others meanwhile)``."""
         leases = [
-            (r.left if r.left is not None else self.now) - r.first
+            (r.left if r.left is not None else self.now) - r.held
             for r in self.reqs.values()
-            if r.first is not None
+            if r.held is not None
         ]
         each = self.config.drain_after_s + max(leases, default=0.0) + slack
         for story in stories:

@@ -31,7 +31,8 @@ class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
     """A request at time ``at``. ``leave``: how its caller goes away early (``cancel()``, a
     cancelled scope, dropping the iterator, a stop string), after ``leave_after`` seconds. The
-    first ``shared`` tokens of its prompt are those of every prompt of its ``topic``."""
+    first ``shared`` tokens of its prompt are those of every prompt of its ``topic``. ``samples``:
+    how many answers are wanted."""
 
     at: float
     adapter: str | None = None
@@ -44,6 +45,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
     leave_after: float = 0.0
     topic: int = 0
     shared: int = 0
+    samples: int = 1
 
 
 class Do(msgspec.Struct, frozen=True, tag="do", omit_defaults=True):
@@ -186,6 +188,7 @@ class _Maker:
             how = rng.choice(["cancel", "scope", "drop", "stop"])
         long = self.profile == "pressure"
         prompt = rng.randrange(1, 90 if long else 60)
+        shared = rng.choice([0, rng.randrange(prompt + 1), rng.randrange(prompt + 1), prompt])
         return Ask(
             self.time() if at is None else at,
             adapter,
@@ -197,11 +200,8 @@ class _Maker:
             how,
             round(rng.random() * 0.6, 4) if how else 0.0,
             rng.randrange(2),
-            rng.randrange(prompt + 1)
-            if rng.random() < 0.5
-            else prompt
-            if rng.random() < 0.3
-            else 0,
+            shared,
+            rng.randrange(2, 5) if rng.random() < 0.1 else 1,
         )
 
     def do(self, verb: str, bad: float) -> Do:

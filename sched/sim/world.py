@@ -21,7 +21,7 @@ from ..core import effects as fx
 from ..core import events as ev
 from ..generation import Generation
 from ..shell import Shell
-from ..streams import Stream
+from ..streams import Outlet, Stream
 from .clock import run_virtual
 from .device import BASE, SimExecutor, SimFaults, SimSource, SimStager, SimThread, token_of
 from .kv import SimKV
@@ -242,9 +242,12 @@ class SimWorld:
     async def _ask(self, index: int, ask: Ask) -> None:
         shell = self.shell
         try:
-            seq = shell.new_id()
-            text = _StopAfter(1 + int(ask.leave_after * 20)) if ask.leave == "stop" else None
-            stream = Stream(seq, text, shell.stop_matched)
+            outlet, streams = Outlet(), []
+            for sample in range(ask.samples):
+                text = _StopAfter(1 + int(ask.leave_after * 20)) if ask.leave == "stop" else None
+                seq = shell.new_id()
+                streams.append(Stream(seq, text, shell.stop_matched, outlet, sample))
+            seq, *siblings = (stream.seq for stream in streams)
             deadline = None if ask.deadline_s is None else anyio.current_time() + ask.deadline_s
             event = ev.Submit(
                 seq,
@@ -254,9 +257,10 @@ class SimWorld:
                 ask.tokens,
                 priority=ask.priority,
                 deadline=deadline,
+                siblings=tuple(siblings),
             )
-            shell.submit(event, stream, None)
-            await self._read(Generation(shell, stream), ask)
+            shell.submit_samples(event, [(stream, None) for stream in streams])
+            await self._read(Generation(shell, *streams), ask)
         except RotaError:
             pass  # refused or ended by name; the ledger has seen it
         finally:
@@ -275,7 +279,8 @@ class SimWorld:
             del generation
             gc.collect(0)
             await anyio.lowlevel.checkpoint()
-        self._judge(got, ask, reading)
+        for sample in range(ask.samples):
+            self._judge([e for e in got if e.sample == sample], ask, reading)
 
     def _judge(self, got: list[Any], ask: Ask, complete: bool) -> None:
         """What the caller saw: in order, of one version, ended by exactly one reason."""

@@ -19,18 +19,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RotaError
-from ..face import Default, GenerationLike
+from ..face import Default
 from ..streams import GenerationEvent
 from .backend import Text
 from .body import read
 from .failures import ParamError, error_object, json_response, status_of
 from .metrics import HttpMetrics
+from .samples import Sample, Samples
 from .schemas import (
     ChatRequest,
     CompletionRequest,
     adapter_of,
     choices_of,
-    of_choice,
     refuse_unsupported,
     sampling_of,
     wants_usage,
@@ -43,11 +43,11 @@ _BATCH = 64
 
 
 class _Choice:
-    """One generation and what has been sent of it."""
+    """One sample of a generation and what has been sent of it."""
 
-    def __init__(self, index: int, generation: GenerationLike) -> None:
+    def __init__(self, index: int, sample: Sample) -> None:
         self.index = index
-        self.generation = generation
+        self.sample = sample
         self.tokens = 0
         self.offset = 0
         self.finish: str | None = None
@@ -78,14 +78,14 @@ class _Job:
 
     def cancel(self) -> None:
         for choice in self.choices:
-            choice.generation.cancel()
+            choice.sample.cancel()
 
     def usage(self) -> dict[str, int]:
         return usage(self.prompt_tokens, sum(c.tokens for c in self.choices))
 
     async def take(self, choice: _Choice) -> list[GenerationEvent]:
         """A choice's next events, as many as are at hand; none after the last. Raises RotaError."""
-        events = await choice.generation.take(_BATCH)
+        events = await choice.sample.take(_BATCH)
         if events:
             now = time.perf_counter()
             made = sum(e.token_id is not None for e in events)
@@ -280,7 +280,7 @@ class Generating:
         n = choices_of(body, len(prompts), settings.max_choices)
         adapter = adapter_of(body, settings.model_name)
         room = int(self._engine.info.context_length) - max(len(p) for p in prompts)
-        sampling = sampling_of(body, room)
+        sampling = sampling_of(body, n, room)
         shape = Shape(
             kind,
             ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
@@ -290,18 +290,18 @@ class Generating:
         choices: list[_Choice] = []
         try:
             for prompt in prompts:
-                for draw in range(n):
-                    generation = self._engine.generate(
-                        prompt,
-                        adapter,
-                        of_choice(sampling, draw),
-                        priority=body.priority or 0,
-                        deadline_s=settings.request_timeout_s,
-                    )
-                    choices.append(_Choice(len(choices), generation))
+                generation = self._engine.generate(
+                    prompt,
+                    adapter,
+                    sampling,
+                    priority=body.priority or 0,
+                    deadline_s=settings.request_timeout_s,
+                )
+                for sample in Samples(generation, n).each():
+                    choices.append(_Choice(len(choices), sample))
         except BaseException:
             for choice in choices:
-                choice.generation.cancel()
+                choice.sample.cancel()
             raise
         return _Job(
             shape,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ...errors import RequestError
-from ...gpu.model.params import SamplingParams
+from ...gpu.model.params import MAX_SAMPLES, SamplingParams
 from ..face import DEFAULT, Default
 from .failures import ParamError
 
@@ -139,7 +139,7 @@ def wants_usage(body: _Common) -> bool:
 def choices_of(body: _Common, prompts: int, most: int) -> int:
     """``n``, checked. Raises ParamError ``bad-n``."""
     n = 1 if body.n is None else body.n
-    if not 1 <= n <= most or n * prompts > most:
+    if not 1 <= n <= MAX_SAMPLES or n * prompts > most:
         raise ParamError(
             "too many choices", param="n", code="bad-n", expected=f"1 to {most} in all", found=n
         )
@@ -171,8 +171,8 @@ def logprobs_of(body: _Common) -> int | None:
     return wanted
 
 
-def sampling_of(body: _Common, room: int) -> SamplingParams:
-    """Sampling parameters; ``room``: tokens the context leaves after the prompt.
+def sampling_of(body: _Common, n: int, room: int) -> SamplingParams:
+    """Sampling parameters of ``n`` samples; ``room``: tokens the context leaves after the prompt.
 
     Temperature is 1 unless said otherwise, as in OpenAI's API; chats may use all the room, plain
     completions make 16 tokens. Raises RequestError with the sampler's own codes.
@@ -188,6 +188,7 @@ def sampling_of(body: _Common, room: int) -> SamplingParams:
         "max_tokens": most,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "logprobs": logprobs_of(body),
+        "n": n,
     }
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
@@ -213,13 +214,6 @@ def sampling_of(body: _Common, room: int) -> SamplingParams:
             expected=error.expected,
             found=error.found,
         ) from error
-
-
-def of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Each choice draws for itself: its seed is the request's plus its index."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _MASK)
 
 
 # adapter routes ---------------------------------------------------------------------------------

@@ -80,3 +80,30 @@ async def test_in_small_memory_with_preemption_too(llama: Any) -> None:
 def block_bytes(oracle: Any) -> int:
     """Bytes of one KV block of the checkpoint in fp32."""
     return kv_bytes_per_block(load_config(oracle.model), torch.float32)
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+async def test_samples_are_what_single_requests_with_their_seeds_are(
+    llama: Any, adapter: str | None
+) -> None:
+    sampling = rota.SamplingParams(
+        max_tokens=12, temperature=1.5, seed=2**64 - 2, n=4, logprobs=0, ignore_eos=True
+    )
+    async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **OPTIONS) as engine:
+        got: dict[int, list[Any]] = {}
+        ends: list[int] = []
+        async for event in engine.generate(prompts()[2], adapter, sampling):
+            got.setdefault(event.sample, []).append((event.token_id, event.logprob))
+            assert event.index == len(got[event.sample]) - 1
+            if event.finish_reason is not None:
+                ends.append(event.sample)
+        stats = engine.stats()
+        assert sorted(ends) == [0, 1, 2, 3]
+        assert (stats.prefix.queried, stats.prefix.hit) == (4 * 60, 3 * 48)
+        for sample in range(4):
+            alone = engine.generate(prompts()[2], adapter, sampling.of_sample(sample))
+            assert got[sample] == [(e.token_id, e.logprob) async for e in alone]
+        assert len({str(answer) for answer in got.values()}) == 4
+        async for event in engine.generate(prompts()[2], adapter, sampling):
+            if event.sample == 3:
+                break

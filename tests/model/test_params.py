@@ -50,7 +50,7 @@ def test_the_default_is_plain_greedy():
         ("ignore_eos", 1, "bad-ignore-eos"),
         ("logprobs", 21, "bad-logprobs"),
         ("logprobs", -1, "bad-logprobs"),
-        ("n", 2, "bad-n"),
+        ("n", 65, "bad-n"),
     ],
 )
 def test_each_field_has_its_refusal(field, value, code):

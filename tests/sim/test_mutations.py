@@ -315,6 +315,17 @@ def last_token_read_from_the_cache(patch: Patch) -> None:
     patch.setattr(PrefixCache, "match", lambda s, i, tokens: real(s, i, [*tokens, -1]))
 
 
+def samples_lease_one_by_one(patch: Patch) -> None:
+    real = State.lease
+
+    def lease(self: State, seq: Any, version: Any) -> None:
+        followers, seq.followers = seq.followers, []
+        real(self, seq, version)
+        seq.followers = followers
+
+    patch.setattr(State, "lease", lease)
+
+
 MUTATIONS: list[Callable[[Patch], None]] = [
     one_release_frees_all,
     busy_slots_are_victims,
@@ -342,6 +353,7 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     half_filled_blocks_published,
     leased_nodes_freed,
     last_token_read_from_the_cache,
+    samples_lease_one_by_one,
 ]
 
 
