@@ -86,7 +86,7 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {options.out.relative_to(ROOT)}")
+    print(f"written: {options.out}")
 
 
 def ratios(tables: dict[str, Any]) -> dict[str, dict[int, float]]:
