@@ -46,7 +46,7 @@ _PACKED_UP_TO: Final = 2.0
 conversion, but carries the padding up to the pool's rank."""
 
 
-_ALWAYS: Final = frozenset(("overlay-no-base", "peer-memory-full"))
+_ALWAYS: Final = frozenset(("overlay-no-base", "affine-no-base", "peer-memory-full"))
 _FILES_INSTEAD: Final = {
     "always": _ALWAYS,
     "auto": _ALWAYS | {"bad-layout", "fingerprint-mismatch"},
@@ -322,6 +322,7 @@ class Peer:
             fingerprint=packed.fingerprint,
             embed_rows=packed.embed_rows,
             head_rows=packed.head_rows,
+            affine=tuple(map(bool, packed.affine)),
         )
         names = ("resolve", "pack", "transfer", "verify")
         seconds = {n: b - a for n, a, b in zip(names, times, times[1:], strict=False)}

@@ -202,6 +202,7 @@ class Desk:
             packed.chunks,
             image.scales.astype("<f4").tobytes(),
             np.asarray(image.ranks, "<u2").tobytes(),
+            bytes(image.affine),
             image.embed_rows,
             image.head_rows,
             packed.report,

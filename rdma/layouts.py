@@ -51,7 +51,7 @@ def layout_spec(layout: SlotLayout) -> LayoutSpec:
         for field in dataclasses.fields(layout.dims)
         for value in (getattr(layout.dims, field.name),)
     }
-    return LayoutSpec(dims, layout.max_rank, layout.elem.value, layout.overlay_rows)
+    return LayoutSpec(dims, layout.max_rank, layout.elem.value, layout.overlay_rows, layout.affine)
 
 
 def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
@@ -72,7 +72,7 @@ def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
         dims = ModelDims(**values)
         if dims.num_layers > MAX_LAYERS:
             raise ValueError(f"more than {MAX_LAYERS} layers")
-        layout = SlotLayout(dims, spec.max_rank, Elem(spec.elem), spec.overlay_rows)
+        layout = SlotLayout(dims, spec.max_rank, Elem(spec.elem), spec.overlay_rows, spec.affine)
         slot_bytes = layout.slot_bytes
     except (ModelError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise RequestError(
@@ -117,6 +117,7 @@ def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
         ("chunks", 32 * chunks, len(packed.chunks)),
         ("ranks", 2 * pairs, len(packed.ranks)),
         ("scales", 4 * pairs, len(packed.scales)),
+        ("affine", pairs if layout.affine else 0, len(packed.affine)),
     )
     ranks, scales = np.frombuffer(packed.ranks, "<u2"), np.frombuffer(packed.scales, "<f4")
     _agree(
@@ -124,6 +125,7 @@ def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
         ("scales are finite", True, bool(np.isfinite(scales).all())),
         ("scales are where pairs are", True, bool(((scales != 0) <= (ranks > 0)).all())),
         ("pairs", int(np.count_nonzero(ranks)), packed.report.pairs),
+        ("affine is yes or no", True, set(packed.affine) <= {0, 1}),
         ("overlay", True, max(packed.embed_rows, packed.head_rows) <= layout.overlay_rows),
     )
 

@@ -118,6 +118,7 @@ class LayoutSpec(Message, frozen=True):
     max_rank: Annotated[int, Meta(ge=1, le=4096)]
     elem: Annotated[str, Meta(max_length=8)]
     overlay_rows: Annotated[int, Meta(ge=0, le=1 << 20)]
+    affine: bool
 
 
 class Pack(Message, frozen=True):
@@ -131,7 +132,8 @@ class Pack(Message, frozen=True):
 class Packed(Message, frozen=True):
     """Server: a packed image. ``chunks``: SHA-256 of each `CHUNK_BYTES` of it, joined.
 
-    ``scales``: float32 little endian per pair; ``ranks``: u16 little endian per pair.
+    ``scales``: float32 little endian per pair; ``ranks``: u16 little endian per pair; ``affine``: a
+    byte per pair, 1 where it has a factor and an offset, or nothing for a layout without.
     """
 
     digest: Hex
@@ -140,6 +142,7 @@ class Packed(Message, frozen=True):
     chunks: Annotated[bytes, Meta(max_length=1 << 20)]
     scales: Annotated[bytes, Meta(max_length=1 << 20)]
     ranks: Annotated[bytes, Meta(max_length=1 << 19)]
+    affine: Annotated[bytes, Meta(max_length=1 << 18)]
     embed_rows: U32
     head_rows: U32
     report: LoadReport

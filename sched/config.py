@@ -13,7 +13,8 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
-    ``overlay_rows``: embedding and head rows a slot may override. ``kv_bytes``: KV memory, or
+    ``overlay_rows``: embedding and head rows a slot may override. ``affine``: room in each slot for
+    DoRA's factors and for biases (eight bytes per output). ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
     ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
@@ -22,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_loras: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 8
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     overlay_rows: _Count = 0
+    affine: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_bytes: _Positive | None = None

@@ -12,6 +12,7 @@ import torch
 
 from ...errors import DeviceError
 from . import act, attention, attention_kernel, bf16, norm, rope
+from .affine import AffineGroup, AffineSlice
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
 from .memory import Scratch
@@ -240,3 +241,7 @@ class HostKernels:
             scratch=self._scratch if self.uses_numba else None,
             dot=self.uses_dot,
         )
+
+    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
+        """Make the group of up to three pairs' vectors; see `affine.AffineGroup`."""
+        return AffineGroup(slices, max_loras=max_loras, dtype=self.dtype, use_numba=self.uses_numba)

@@ -8,24 +8,25 @@ passes. Disk, memory and network adapters all come through here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from ...errors import RejectError
+from .affine import Vectors, plan_affine
 from .config import PeftConfig, match_name
 from .dims import LoraModule
-from .keys import OverlayKey, PairKey, classify
-from .layout import Elem, SlotLayout
+from .keys import FUSED, FusedKey, Half, OverlayKey, PairKey, classify
+from .layout import SlotLayout
 from .overlay import BaseRows, OverlayPlan, plan_overlay
 from .pack import PairTensors
-from .safefile import Tensor
+from .safefile import ITEM_BYTES, Tensor
+from .values import check_finite
 
 MAX_LISTED = 8
 """Offenders named in one refusal; the rest are counted."""
-_LEAVES: Final = frozenset(m.leaf for m in LoraModule)
+_LEAVES: Final = frozenset(m.leaf for m in LoraModule) | {leaf for _, leaf in FUSED}
 _GDN_LEAVES: Final = frozenset(
     (
         "in_proj_qkvz",
@@ -39,18 +40,15 @@ _GDN_LEAVES: Final = frozenset(
 )
 _EMBEDDING_LEAVES: Final = frozenset(("embed_tokens", "lm_head"))
 _KNOWN_ELSEWHERE: Final = frozenset(("out_proj", "gate"))
-# Bits of |x| (sign removed) from which a value is infinite or NaN, per file dtype.
-_NON_FINITE: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
-# float32 from here on rounds to infinity in BF16 (half a step above the largest BF16).
-_F32_OVER_BF16: Final = 0x7F7F8000
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What passed: pairs in pair order, the overlay, and notes for the report."""
+    """What passed: pairs in pair order, the overlay, vectors, and notes for the report."""
 
     pairs: tuple[PairTensors, ...]
     overlay: OverlayPlan
+    vectors: tuple[Vectors, ...]
     notes: tuple[str, ...]
 
 
@@ -69,7 +67,7 @@ def audit(
     """
     check_targets(config, layout)
     keys = _classify_all(tensors, layout)
-    halves: dict[int, dict[str, tuple[PairKey, Tensor]]] = {}
+    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]] = {}
     overlays: dict[OverlayKey, Tensor] = {}
     names: set[str | None] = set()
     for key, tensor in zip(keys, tensors, strict=True):
@@ -79,10 +77,12 @@ def audit(
                 raise _duplicate(tensor)
             overlays[key] = tensor
             continue
-        pair = halves.setdefault(layout.pair_index[key.layer, key.module], {})
-        if key.half in pair:
-            raise _duplicate(tensor)
-        pair[key.half] = (key, tensor)
+        places = [(key, tensor)] if isinstance(key, PairKey) else _split(key, tensor, layout)
+        for place, part in places:
+            found = parts.setdefault(layout.pair_index[place.layer, place.module], {})
+            if place.half in found:
+                raise _duplicate(tensor)
+            found[place.half] = (place, part)
     if len(names) > 1 and len(names - {None}) > 1:
         raise RejectError(
             "the keys name more than one adapter",
@@ -90,15 +90,61 @@ def audit(
             expected="one adapter name inside the keys",
             found=", ".join(sorted(str(name)[:40] for name in names)),
         )
-    if not halves and not overlays:
+    if not parts and not overlays:
         raise RejectError("the file holds no adapter tensor", code="empty-adapter")
-    uniform = None if config.has_patterns or not halves else (config.r, config.scale("any module"))
-    pairs = [_check_pair(index, halves[index], config, uniform, layout) for index in sorted(halves)]
-    notes = _check_matched(config, halves, layout)
-    peaks = _check_finite(tensors, layout.elem)
+    factors = {i: found for i, found in parts.items() if found.keys() & {"A", "B"}}
+    uniform = None if config.has_patterns or not factors else (config.r, config.scale("any module"))
+    pairs = [
+        _check_pair(index, factors[index], config, uniform, layout) for index in sorted(factors)
+    ]
+    notes = _check_matched(config, factors, layout)
+    peaks = check_finite(tensors, layout.elem)
     overlay = plan_overlay(config, overlays, layout, base_rows)
-    _check_effect(pairs, overlay, peaks)
-    return Audited(tuple(pairs), overlay, notes)
+    vectors = plan_affine(
+        config,
+        {i: {half: tensor for half, (_, tensor) in found.items()} for i, found in parts.items()},
+        pairs,
+        layout,
+        base_rows,
+    )
+    _check_effect(pairs, overlay, vectors, peaks)
+    return Audited(tuple(pairs), overlay, vectors, notes)
+
+
+def _split(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple[PairKey, Tensor]]:
+    """The parts of a fused tensor: A is every module's, the rows of all else are theirs in turn.
+
+    Exact: rows of W + s B A depend on the same rows of B alone.
+
+    Raises:
+        RejectError: shape-mismatch.
+    """
+    heights = [layout.dims.shape(module)[0] for module in key.modules]
+    if key.half != "A" and (not tensor.shape or tensor.shape[0] != sum(heights)):
+        raise RejectError(
+            "a fused tensor does not have the rows of the modules it stands for",
+            code="shape-mismatch",
+            subject=tensor.key,
+            expected=f"{sum(heights)} rows: " + " + ".join(map(str, heights)),
+            found=list(tensor.shape),
+        )
+    made, begin = [], tensor.begin
+    for module, height in zip(key.modules, heights, strict=True):
+        part = tensor
+        if key.half != "A":
+            width = ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[1:])
+            part = Tensor(
+                tensor.key,
+                tensor.dtype,
+                (height, *tensor.shape[1:]),
+                tensor.block,
+                begin,
+                begin + height * width,
+            )
+            begin = part.end
+        place = PairKey(key.layer, module, key.half, key.module_name, key.adapter_name)
+        made.append((place, part))
+    return made
 
 
 def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
@@ -137,11 +183,13 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
         )
 
 
-def _classify_all(tensors: Sequence[Tensor], layout: SlotLayout) -> list[PairKey | OverlayKey]:
-    known, keys = layout.known_keys, list[PairKey | OverlayKey]()
+def _classify_all(
+    tensors: Sequence[Tensor], layout: SlotLayout
+) -> list[PairKey | FusedKey | OverlayKey]:
+    known, keys = layout.known_keys, list[PairKey | FusedKey | OverlayKey]()
     refusals: list[RejectError] = []
     for tensor in tensors:
-        key: PairKey | OverlayKey | None = known.get(tensor.key)
+        key: PairKey | FusedKey | OverlayKey | None = known.get(tensor.key)
         if key is None:
             try:
                 key = classify(tensor.key, layout.dims)
@@ -178,15 +226,16 @@ def _duplicate(tensor: Tensor) -> RejectError:
 
 def _check_pair(
     index: int,
-    halves: dict[str, tuple[PairKey, Tensor]],
+    halves: dict[Half, tuple[PairKey, Tensor]],
     config: PeftConfig,
     uniform: tuple[int, float] | None,
     layout: SlotLayout,
 ) -> PairTensors:
     """Both halves there, right shapes, the config's rank. ``uniform``: (rank, scale) of all."""
     place = layout.pairs[index]
-    if len(halves) != 2:
-        ((half, (_, tensor)),) = halves.items()
+    if "A" not in halves or "B" not in halves:
+        half: Half = "A" if "A" in halves else "B"
+        tensor = halves[half][1]
         raise RejectError(
             "one factor of a pair is missing",
             code="unpaired-tensor",
@@ -234,14 +283,14 @@ def _check_pair(
 
 def _check_matched(
     config: PeftConfig,
-    halves: dict[int, dict[str, tuple[PairKey, Tensor]]],
+    factors: dict[int, dict[Half, tuple[PairKey, Tensor]]],
     layout: SlotLayout,
 ) -> tuple[str, ...]:
     """Targets, excludes and layers of the config against the pairs that are there."""
     targets, excludes = config.target_modules, config.exclude_modules or ()
     layers, matched, notes = config.layers_to_transform, set[str](), list[str]()
     leaf_only = targets is not None and all("." not in t for t in targets)
-    for pair in halves.values():
+    for pair in factors.values():
         key, tensor = pair["A"]
         if layers is not None and key.layer not in layers:
             raise RejectError(
@@ -250,6 +299,17 @@ def _check_matched(
                 subject=tensor.key,
                 expected=f"one of layers {sorted(layers)[:16]}",
                 found=key.layer,
+            )
+        if (
+            layers is not None
+            and config.layers_pattern
+            and not _in_list(key, config.layers_pattern)
+        ):
+            raise RejectError(
+                "layers_pattern names another list of layers",
+                code="layers_pattern",
+                subject=tensor.key,
+                expected=" or ".join(config.layers_pattern)[:300],
             )
         if excludes and (match := match_name(key.module_name, excludes)) is not None:
             raise RejectError(
@@ -260,7 +320,7 @@ def _check_matched(
             )
         if targets is None:
             continue
-        leaf = key.module.leaf
+        leaf = key.module_name.rpartition(".")[2]
         if leaf_only and leaf in targets:
             matched.add(leaf)
             continue
@@ -276,7 +336,7 @@ def _check_matched(
         matched.update(hits)
     if config.target_regex is not None:
         notes.append("target_modules is a pattern: the tensors alone say what is adapted")
-        if not halves:
+        if not factors:
             raise _unmatched(config.target_regex, layout)
     for target in targets or ():
         if target in matched:
@@ -291,6 +351,10 @@ def _check_matched(
     return tuple(notes)
 
 
+def _in_list(key: PairKey, patterns: tuple[str, ...]) -> bool:
+    return any(f".{pattern}.{key.layer}." in f".{key.module_name}." for pattern in patterns)
+
+
 def _unmatched(target: str, layout: SlotLayout) -> RejectError:
     return RejectError(
         "a target of the config matches no tensor of the file",
@@ -301,64 +365,17 @@ def _unmatched(target: str, layout: SlotLayout) -> RejectError:
     )
 
 
-def _check_finite(tensors: Sequence[Tensor], elem: Elem) -> dict[int, int]:
-    """Refuse NaN, infinity, and float32 that would become infinite. id(tensor) -> bits of max |x|.
-
-    One pass over each run of equal dtype: seen as integers, the largest magnitude among values >= 0
-    is the signed maximum and among values < 0 the unsigned maximum, so no temporary is needed.
-    """
-    peaks = {id(t): 0 for t in tensors if t.begin == t.end}
-    live = [t for t in tensors if t.begin != t.end]
-    start = 0
-    while start < len(live):
-        first, stop = live[start], start + 1
-        while (
-            stop < len(live)
-            and live[stop].dtype == first.dtype
-            and live[stop].block is first.block
-            and live[stop].begin == live[stop - 1].end
-        ):
-            stop += 1
-        run = live[start:stop]
-        peaks.update(zip(map(id, run), _peaks(run), strict=True))
-        start = stop
-    for tensor in tensors:
-        limit = _NON_FINITE[tensor.dtype]
-        peak = peaks[id(tensor)]
-        if tensor.dtype == "F32" and elem is Elem.BF16:
-            limit = _F32_OVER_BF16
-        if peak >= limit:
-            inside = peak < _NON_FINITE[tensor.dtype]
-            raise RejectError(
-                "a tensor holds a value BF16 cannot hold" if inside else "a tensor is not finite",
-                code="non-finite",
-                subject=tensor.key,
-                expected="finite values",
-                found="overflow" if inside else "NaN or infinity",
-            )
-    return peaks
-
-
-def _peaks(run: Sequence[Tensor]) -> list[int]:
-    """Bits of max |x| of each tensor of a contiguous run of one dtype, none of them empty."""
-    wide = run[0].dtype == "F32"
-    signed, unsigned = (np.int32, np.uint32) if wide else (np.int16, np.uint16)
-    values = run[0].block[run[0].begin : run[-1].end]
-    starts = [(t.begin - run[0].begin) // (4 if wide else 2) for t in run]
-    positive = np.maximum.reduceat(values.view(signed), starts)
-    negative = np.maximum.reduceat(values.view(unsigned), starts)
-    sign = 1 << (31 if wide else 15)
-    largest = np.maximum(positive.astype(np.int64), negative.astype(np.int64) - sign)
-    return [int(peak) for peak in largest.clip(0)]
-
-
 def _check_effect(
-    pairs: Sequence[PairTensors], overlay: OverlayPlan, peaks: dict[int, int]
+    pairs: Sequence[PairTensors],
+    overlay: OverlayPlan,
+    vectors: Sequence[Vectors],
+    peaks: dict[int, int],
 ) -> None:
     for pair in pairs:
-        if peaks[id(pair.a)] and peaks[id(pair.b)]:
+        # A part of a fused tensor has no peak of its own.
+        if all(peaks[id(t)] if id(t) in peaks else t.data.any() for t in (pair.a, pair.b)):
             return
-    if overlay.embed_count or overlay.head_count:
+    if overlay.embed_count or overlay.head_count or any(v.changes for v in vectors):
         return
     raise RejectError(
         "the adapter would change nothing: a factor of every pair is zero", code="no-effect"

@@ -22,6 +22,7 @@ from .patterns import ValuePattern, first_match, parse_patterns
 from .safefile import CONFIG_NAME
 from .strictjson import loads_object
 
+BIASES: Final = ("none", "all", "lora_only")
 OVERLAY_LEAVES: Final = ("embed_tokens", "lm_head")
 MAX_LIST = 65_536
 MAX_NAME_CHARS = 512
@@ -32,8 +33,6 @@ U32_MAX = (1 << 32) - 1
 
 # Truthy value = a variant of the math that is not served; the code is the field's name.
 _UNSERVED_FLAGS: Final = (
-    "use_dora",
-    "lora_bias",
     "use_qalora",
     "fan_in_fan_out",
 )
@@ -59,7 +58,6 @@ _NEUTRAL: Final = frozenset(
         "corda_config",
         "eva_config",
         "inference_mode",
-        "layers_pattern",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
@@ -87,6 +85,10 @@ class PeftConfig:
         target_regex: the string form (a regex or ``"all-linear"``), stored and never evaluated.
         exclude_modules: the list form, or ``None``; ``excludes_by_regex`` for the string form.
         layers_to_transform: decoder layers, or ``None`` for all.
+        layers_pattern: names of the list of layers that layers_to_transform counts in; empty: any.
+        use_dora: rows of the merged weight are scaled by trained magnitudes.
+        lora_bias: the B factors have biases.
+        bias: which of the base's biases were trained: "none", "all" or "lora_only".
         modules_to_save: leaves out of `OVERLAY_LEAVES`, sorted.
         token_indices: leaf -> token ids, in the order of the delta's rows.
         ensure_weight_tying: as in the file.
@@ -103,6 +105,10 @@ class PeftConfig:
     exclude_modules: tuple[str, ...] | None
     excludes_by_regex: bool
     layers_to_transform: frozenset[int] | None
+    layers_pattern: tuple[str, ...]
+    use_dora: bool
+    lora_bias: bool
+    bias: str
     modules_to_save: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     ensure_weight_tying: bool
@@ -157,15 +163,12 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
     for name in _UNSERVED_FLAGS:
         if _flag(config, name):
             raise _unserved(name)
-    bias = config.get("bias")
-    if bias is not None and bias != "none":
-        raise RejectError(
-            "adapters that carry biases are not served",
-            code="bias",
-            subject="bias",
-            expected="none",
-            found=repr(bias)[:80],
-        )
+    use_dora, lora_bias = _flag(config, "use_dora"), _flag(config, "lora_bias")
+    if use_dora and lora_bias:
+        raise _bad("lora_bias", "false where use_dora is true", lora_bias)
+    bias = config.get("bias") if config.get("bias") is not None else "none"
+    if bias not in BIASES:
+        raise _bad("bias", " or ".join(BIASES), bias)
     rank_pattern = parse_patterns(config.get("rank_pattern"), "rank_pattern", _rank)
     alpha_pattern = parse_patterns(config.get("alpha_pattern"), "alpha_pattern", _alpha)
     modules_to_save = _modules_to_save(config.get("modules_to_save"))
@@ -200,6 +203,10 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
         exclude_modules=excludes,
         excludes_by_regex=exclude_regex is not None,
         layers_to_transform=layers,
+        layers_pattern=_layers_pattern(config.get("layers_pattern")),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
+        bias=bias,
         modules_to_save=modules_to_save,
         token_indices=MappingProxyType(tokens),
         ensure_weight_tying=_flag(config, "ensure_weight_tying"),
@@ -217,6 +224,9 @@ _KNOWN: Final = _NEUTRAL | {
     "init_lora_weights",
     "use_rslora",
     "layers_to_transform",
+    "layers_pattern",
+    "use_dora",
+    "lora_bias",
     "r",
     "lora_alpha",
     "trainable_token_indices",
@@ -342,6 +352,16 @@ def _layers(value: Any) -> frozenset[int] | None:
             raise _bad("layers_to_transform", "non-negative integers", layer)
     # PEFT treats an empty list like null.
     return frozenset(layers) if layers else None
+
+
+def _layers_pattern(value: Any) -> tuple[str, ...]:
+    """Plain dotted names only: PEFT reads them as regexes, and nobody writes others."""
+    names, single = _names(value or None, "layers_pattern")
+    patterns = names or ((single,) if single is not None else ())
+    for pattern in patterns:
+        if not pattern.replace(".", "_").isidentifier():
+            raise _bad("layers_pattern", "dotted names", pattern)
+    return patterns
 
 
 def _tokens(value: Any) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ class SlotImage:
         fingerprint: of the layout it was packed for.
         embed_rows: used rows of the embedding overlay.
         head_rows: used rows of the lm_head overlay.
+        affine: per pair index, True where the pair has a factor and an offset; ``()`` is nowhere.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -37,6 +38,7 @@ class SlotImage:
     fingerprint: str
     embed_rows: int = 0
     head_rows: int = 0
+    affine: tuple[bool, ...] = ()
 
     @property
     def nbytes(self) -> int:

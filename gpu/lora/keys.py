@@ -14,7 +14,9 @@ from typing import Final, Literal
 from ...errors import RejectError
 from .dims import LoraModule, ModelDims
 
-Half = Literal["A", "B"]
+Half = Literal["A", "B", "magnitude", "lora_bias", "bias"]
+"""What a tensor is to its pair: a factor, DoRA's magnitude, the bias of B, or the module's own bias
+as trained."""
 PEFT_PREFIX: Final = "base_model.model."
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 _ROOTS: Final = ("model", "language_model")
@@ -22,14 +24,34 @@ MAX_ROOTS = 4
 MAX_INDEX_DIGITS = 6
 _BY_PATH: Final = {(m.parent, m.leaf): m for m in LoraModule}
 _GDN_PARENT: Final = "linear_attn"
+FUSED: Final = {
+    ("self_attn", "qkv_proj"): (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
+    ("mlp", "gate_up_proj"): (LoraModule.GATE_PROJ, LoraModule.UP_PROJ),
+}
+"""Modules of checkpoints whose projections are stacked row by row; a split base takes the parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """A half of a pair. ``module_name`` is the dotted name PEFT matches targets and patterns on."""
+    """One tensor of a pair. ``module_name`` is the dotted name PEFT matches targets and patterns
+    on."""
 
     layer: int
     module: LoraModule
+    half: Half
+    module_name: str
+    adapter_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKey:
+    """One tensor of a pair over several modules side by side (``qkv_proj``, ``gate_up_proj``).
+
+    A is common to ``modules``; the rows of everything else are theirs, in this order.
+    """
+
+    layer: int
+    modules: tuple[LoraModule, ...]
     half: Half
     module_name: str
     adapter_name: str | None = None
@@ -42,6 +64,14 @@ class OverlayKey:
     leaf: Literal["embed_tokens", "lm_head"]
     kind: Literal["full", "rows"]
     adapter_name: str | None = None
+
+
+# Parameter -> what follows it -> what that is. Longer endings first.
+_PARAMETERS: Final[dict[str, dict[tuple[str, ...], Half]]] = {
+    "lora_A": {("weight",): "A"},
+    "lora_B": {("weight",): "B", ("bias",): "lora_bias"},
+    "lora_magnitude_vector": {("weight",): "magnitude", (): "magnitude"},
+}
 
 
 def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
@@ -57,7 +87,7 @@ def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
                     yield key, PairKey(layer, module, half, name)
 
 
-def classify(key: str, dims: ModelDims) -> PairKey | OverlayKey:
+def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | OverlayKey:
     """The place a tensor key names.
 
     Raises:
@@ -103,6 +133,11 @@ def classify(key: str, dims: ModelDims) -> PairKey | OverlayKey:
     if path[:2] == ["mlp", "experts"]:
         raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
     module = _BY_PATH.get((path[0], path[1])) if len(path) == 2 else None
+    fused = FUSED.get((path[0], path[1])) if len(path) == 2 else None
+    # A gated q is interleaved per head: no fused checkpoint has such rows.
+    if fused is not None and (fused[0] is not LoraModule.Q_PROJ or dims.q_out == dims.attn_in):
+        if all(dims.applies_to_layer(layer, part) for part in fused):
+            return FusedKey(layer, fused, half, ".".join(module_parts), adapter_name)
     if module is None:
         if path[0] == _GDN_PARENT:
             raise _refuse("gdn-target", "gated delta net modules are not served here", key)
@@ -140,17 +175,21 @@ def _overlay(parts: list[str]) -> OverlayKey | None:
 
 
 def _half(parts: list[str], key: str) -> tuple[Half, str | None, list[str]]:
-    """(half, adapter name inside the key or None, module path) of a lora_A / lora_B weight."""
-    if parts[-1:] == ["weight"]:
-        for infix in (0, 1):
-            if len(parts) > 2 + infix and parts[-2 - infix] in ("lora_A", "lora_B"):
-                half: Half = "A" if parts[-2 - infix] == "lora_A" else "B"
-                return half, parts[-2] if infix else None, parts[: -2 - infix]
-    if "lora_magnitude_vector" in parts:
-        raise _refuse("use_dora", "a DoRA magnitude; DoRA is not served", key)
-    if parts[-1:] == ["bias"]:
-        lora = any(part in ("lora_A", "lora_B") for part in parts)
-        raise _refuse("lora_bias" if lora else "bias", "adapter biases are not served", key)
+    """(half, adapter name inside the key or None, module path) of a tensor of a pair."""
+    for index in range(len(parts) - 1, 0, -1):
+        found = _PARAMETERS.get(parts[index])
+        if found is None:
+            continue
+        tail = tuple(parts[index + 1 :])
+        for ending, half in found.items():
+            # The adapter's name may stand between the parameter and its ending.
+            if tail == ending:
+                return half, None, parts[:index]
+            if tail and tail[1:] == ending:
+                return half, tail[0], parts[:index]
+        break
+    if len(parts) > 2 and parts[-1] == "bias" and not any(p.startswith("lora_") for p in parts):
+        return "bias", None, parts[: -2 if parts[-2] == "base_layer" else -1]
     raise _refuse(
         "unrecognized-tensor",
         "the tensor is none an adapter has",

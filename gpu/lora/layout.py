@@ -5,7 +5,8 @@ advance all pack by it, so equal fingerprints mean equal bytes.
 
 Invariants: for layer ascending, for module in walk order where the dims apply: region A ``[R, in]``
 row-major, then region B ``[out, R]`` row-major, R = max_rank rounded up to 8, so that every
-row of A and B starts on a 16-byte boundary. After the pairs, an optional overlay region.
+row of A and B starts on a 16-byte boundary. After the pairs, the optional affine region: per pair
+two vectors, mul and add, fp32 ``[out]``, each on a 16-byte boundary. Last, an optional overlay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .keys import PairKey, canonical_keys
 ROUND_ELEMENTS = 8
 """Ranks and strides are multiples of this many elements (one 16-byte load of BF16)."""
 MAX_RANK_LIMIT = 4096
-OVERLAY_ALIGN = 16
+ALIGN = 16
 MAX_OVERLAY_ROWS = 1 << 20
 
 
@@ -80,6 +81,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def affine_step(n_out: int) -> int:
+    """Bytes one vector of the affine region takes."""
+    return round_up(4 * n_out, ALIGN)
+
+
 @dataclass(frozen=True)
 class SlotLayout:
     """The layout of every slot of one pool.
@@ -89,6 +95,7 @@ class SlotLayout:
         max_rank: largest rank an adapter may have, 1..4096.
         elem: element type.
         overlay_rows: token rows an adapter may replace, per matrix (0 = no overlay region).
+        affine: room for one factor and one offset per output of every pair (DoRA, biases).
 
     Raises:
         ModelError: bad-layout, for a rank or row count outside its range.
@@ -98,6 +105,7 @@ class SlotLayout:
     max_rank: int
     elem: Elem = Elem.BF16
     overlay_rows: int = 0
+    affine: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -150,21 +158,39 @@ class SlotLayout:
         return last.b_off + last.n_out * self.stride * self.elem.size
 
     @cached_property
+    def affine_offsets(self) -> tuple[int, ...]:
+        """Bytes from the slot's start of each pair's mul (add follows by `affine_step`), or ``()``
+        without an affine region."""
+        if not self.affine:
+            return ()
+        offsets, place = [], round_up(self.pairs_bytes, ALIGN)
+        for pair in self.pairs:
+            offsets.append(place)
+            place += 2 * affine_step(pair.n_out)
+        return tuple(offsets)
+
+    @cached_property
+    def _affine_end(self) -> int:
+        if not self.affine:
+            return self.pairs_bytes
+        return self.affine_offsets[-1] + 2 * affine_step(self.pairs[-1].n_out)
+
+    @cached_property
     def overlay(self) -> OverlayOffsets | None:
         """Where the overlay arrays lie, or ``None`` when ``overlay_rows`` is 0."""
         if self.overlay_rows == 0:
             return None
-        ids = round_up(4 * self.overlay_rows, OVERLAY_ALIGN)
-        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, OVERLAY_ALIGN)
-        start = round_up(self.pairs_bytes, OVERLAY_ALIGN)
+        ids = round_up(4 * self.overlay_rows, ALIGN)
+        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, ALIGN)
+        start = round_up(self._affine_end, ALIGN)
         return OverlayOffsets(start, start + ids, start + ids + rows, start + 2 * ids + rows)
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot, a multiple of 16."""
         if self.overlay is None:
-            return self.pairs_bytes
-        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, OVERLAY_ALIGN)
+            return self._affine_end
+        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, ALIGN)
         return self.overlay.head_rows + rows
 
     def pair_views(
@@ -181,6 +207,20 @@ class SlotLayout:
         b = slot[place.b_off : b_end].view(dtype).reshape(place.n_out, stride)
         return a, b
 
+    def affine_views(
+        self, slot: npt.NDArray[np.uint8], pair: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """mul and add of pair ``pair``, float32 ``[out]``, as views of a slot's bytes.
+
+        Only for layouts with an affine region.
+        """
+        start, n_out = self.affine_offsets[pair], self.pairs[pair].n_out
+        add = start + affine_step(n_out)
+        return (
+            slot[start : start + 4 * n_out].view(np.float32),
+            slot[add : add + 4 * n_out].view(np.float32),
+        )
+
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything the bytes of a slot depend on."""
         return self._fingerprint
@@ -193,6 +233,7 @@ class SlotLayout:
             for p in self.pairs
         ]
         parts.append(f"overlay={self.overlay_rows} {self.overlay} bytes={self.slot_bytes}")
+        parts.append(f"affine={self.affine}")
         # max_rank itself: two layouts with one stride still refuse different adapters.
         parts.append(f"max_rank={self.max_rank}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InternalError, RejectError
+from .affine import BaseLinear
 from .config import OVERLAY_LEAVES, PeftConfig
 from .keys import OverlayKey
 from .layout import SlotLayout
@@ -26,8 +27,9 @@ from .safefile import Tensor
 _ROWS_AT_ONCE = 4096
 
 
-class BaseRows(Protocol):
-    """Access to the base model's matrices, to keep only the rows an adapter changed."""
+class BaseRows(BaseLinear, Protocol):
+    """Access to the base model's matrices: to keep only the token rows an adapter changed, and for
+    what `BaseLinear` is for."""
 
     def embed(self) -> npt.NDArray[np.generic]:
         """Embedding ``[vocab, hidden]``: float32, or BF16 bit patterns in uint16."""

@@ -105,6 +105,11 @@ def _wide(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
         return values.astype(np.float32, copy=False)
 
 
+def to_f32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """Values of a file (uint16 = BF16 bits, float16, float32) as float32, exactly."""
+    return bf16_to_f32(values.view(np.uint16)) if values.dtype == np.uint16 else _wide(values)
+
+
 def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:
     """A zeroed slot buffer, uint8 ``[slot_bytes]``."""
     return np.zeros(layout.slot_bytes, np.uint8)

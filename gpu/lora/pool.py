@@ -74,13 +74,16 @@ class LoraPool:
                 found=2 * self.nbytes,
             )
         n_pairs = len(layout.pairs)
-        # One host block mirrors all tables: a u64, b u64, scale f32, embed and head counts i32.
+        # One host block mirrors all tables: a u64, b u64, scale f32, embed and head counts i32,
+        # affine u64 (of no rows without an affine region).
         cells = n_pairs * max_loras
         self._a_off, self._b_off = 0, 8 * cells
         self._scale_off = 16 * cells
         self._embed_off = round_up(20 * cells, 16)
         self._head_off = round_up(self._embed_off + 4 * max_loras, 16)
-        table_bytes = round_up(self._head_off + 4 * max_loras, 16)
+        self._affine_off = round_up(self._head_off + 4 * max_loras, 16)
+        n_affine = len(layout.affine_offsets)
+        table_bytes = round_up(self._affine_off + 8 * n_affine * max_loras, 16)
         self._mirror = np.zeros(table_bytes, np.uint8)
         self._a = self._mirror[: 8 * cells].view(np.uint64).reshape(n_pairs, max_loras)
         self._b = self._mirror[8 * cells : 16 * cells].view(np.uint64).reshape(n_pairs, max_loras)
@@ -89,9 +92,15 @@ class LoraPool:
         )
         self._embed_counts = self._mirror[self._embed_off :][: 4 * max_loras].view(np.int32)
         self._head_counts = self._mirror[self._head_off :][: 4 * max_loras].view(np.int32)
+        self._affine = (
+            self._mirror[self._affine_off :][: 8 * n_affine * max_loras]
+            .view(np.uint64)
+            .reshape(n_affine, max_loras)
+        )
         self._rows = np.full(max_rows, -1, np.int32)
         self._a_offsets = np.array([p.a_off for p in layout.pairs], np.uint64)
         self._b_offsets = np.array([p.b_off for p in layout.pairs], np.uint64)
+        self._affine_offsets = np.array(layout.affine_offsets, np.uint64)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._allocations: list[int] = []
         try:
@@ -158,6 +167,11 @@ class LoraPool:
             self.scale_table + 4 * cells,
         )
 
+    def affine_table(self, pair: int) -> int:
+        """Address of pair ``pair``'s row of the affine table: u64 ``[max_loras]``, absolute address
+        of mul, 0 = none. Only for layouts with an affine region."""
+        return self._tables + self._affine_off + 8 * pair * self.max_loras
+
     def slot_address(self, slot: int) -> int:
         """Address of the first byte of ``slot``. Raises DeviceError bad-slot."""
         self._check(slot)
@@ -185,6 +199,10 @@ class LoraPool:
         self._a[:, slot] = np.where(present, self._a_offsets + np.uint64(base), np.uint64(0))
         self._b[:, slot] = np.where(present, self._b_offsets + np.uint64(base), np.uint64(0))
         self._scale[:, slot] = np.where(present, image.scales, np.float32(0))
+        if len(self._affine):
+            vectors = np.array(image.affine or (False,) * len(self._affine), bool)
+            cells = np.where(vectors, self._affine_offsets + np.uint64(base), np.uint64(0))
+            self._affine[:, slot] = cells
         self._embed_counts[slot] = image.embed_rows
         self._head_counts[slot] = image.head_rows
         self._write_tables(stream)
@@ -192,7 +210,7 @@ class LoraPool:
     def retire(self, slot: int, stream: Stream) -> None:
         """Set every table cell of ``slot`` to 0: rows that name it get no delta. Idempotent."""
         self._check(slot)
-        for table in (self._a, self._b, self._scale):
+        for table in (self._a, self._b, self._scale, self._affine):
             table[:, slot] = 0
         self._embed_counts[slot] = self._head_counts[slot] = 0
         self._write_tables(stream)

@@ -33,6 +33,8 @@ class LoadReport:
         dtypes: tensors per file dtype.
         embed_rows: token rows replaced in the embedding.
         head_rows: token rows replaced in lm_head.
+        vectors: pairs with a factor or offset per output, by what it comes from: dora, lora_bias,
+            bias.
         slot_bytes: bytes the adapter takes in the pool.
         file_bytes: tensor bytes read.
         seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
@@ -49,6 +51,7 @@ class LoadReport:
     dtypes: Mapping[str, int]
     embed_rows: int
     head_rows: int
+    vectors: Mapping[str, int]
     slot_bytes: int
     file_bytes: int
     seconds: Mapping[str, float]

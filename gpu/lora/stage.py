@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import StagingError
+from .affine import pack_affine
 from .audit import Audited, audit
 from .config import PeftConfig, parse_config
 from .image import SlotImage
@@ -84,7 +85,7 @@ def stage(
         layout: of the pool it is for.
         limits: bounds on what is read; default `StageLimits()`.
         base_rows: the base model's matrices, needed only for ``modules_to_save`` of embed_tokens
-            or lm_head.
+            or lm_head, for DoRA and for trained biases.
         clock: seconds, for the report.
         cancelled: asked before each phase; True ends staging.
         buffer: ``layout.slot_bytes`` writable bytes to pack into (zeroed first); default fresh.
@@ -117,11 +118,12 @@ def stage(
         phase_done()
         packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)
         pack_pairs(audited.pairs, layout, packed)
+        affine = pack_affine(audited.vectors, layout, packed)
         pack_overlay(audited.overlay, layout, packed)
         phase_done()
         digest = digesting.result()
     phase_done()
-    image = _image(audited, layout, packed, digest)
+    image = _image(audited, layout, packed, digest, affine)
     names = ("read", "audit", "pack", "digest")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
     report = _report(config, tensors, audited, layout, raw.nbytes, seconds)
@@ -129,7 +131,11 @@ def stage(
 
 
 def _image(
-    audited: Audited, layout: SlotLayout, packed: npt.NDArray[np.uint8], digest: str
+    audited: Audited,
+    layout: SlotLayout,
+    packed: npt.NDArray[np.uint8],
+    digest: str,
+    affine: tuple[bool, ...],
 ) -> SlotImage:
     n_pairs = len(layout.pairs)
     scales, ranks = np.zeros(n_pairs, np.float32), [0] * n_pairs
@@ -145,6 +151,7 @@ def _image(
         fingerprint=layout.fingerprint(),
         embed_rows=audited.overlay.embed_count,
         head_rows=audited.overlay.head_count,
+        affine=affine,
     )
 
 
@@ -167,6 +174,7 @@ def _report(
         dtypes=dict(Counter(t.dtype for t in tensors)),
         embed_rows=audited.overlay.embed_count,
         head_rows=audited.overlay.head_count,
+        vectors=dict(Counter(kind for v in audited.vectors for kind in v.kinds)),
         slot_bytes=layout.slot_bytes,
         file_bytes=file_bytes,
         seconds=seconds,

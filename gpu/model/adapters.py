@@ -2,24 +2,26 @@
 
 What it owns: the pool, the four groups of a layer (q,k,v; o; gate,up; down), and per slot which
 of them hold a pair. Invariants: a slot counts as filled only from a commit that succeeded to its
-retire or the next commit; a group no row of the step needs is not launched.
+retire or the next commit; a group no row of the step needs is not launched, nor its affine part
+unless one of the rows' adapters has vectors there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InternalError
 from ..device import Device, Stream
+from ..kernels.affine import AffineGroup, AffineSlice
 from ..kernels.bgmv import LoraGroup, LoraSlice
 from ..kernels.host import HostKernels
 from ..lora.dims import LoraModule
 from ..lora.image import SlotImage
-from ..lora.layout import SlotLayout
+from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
 
 GROUPS: Final = (
@@ -31,8 +33,43 @@ GROUPS: Final = (
 """Modules that read one input and write one fused output, in the order a layer runs them."""
 MAX_PLANS: Final = 256
 
-LayerPlan = tuple[LoraGroup | None, LoraGroup | None, LoraGroup | None, LoraGroup | None]
-"""The groups to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
+
+class Delta(Protocol):
+    """What a layer calls after the linear that ``out`` came from; see `LoraGroup.apply`."""
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None: ...
+
+
+LayerPlan = tuple[Delta | None, Delta | None, Delta | None, Delta | None]
+"""What to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
+
+
+class DeltaThenAffine:
+    """A group's delta and then its vectors: y = mul * (y + delta) + add."""
+
+    def __init__(self, lora: LoraGroup, affine: AffineGroup) -> None:
+        self._lora, self._affine = lora, affine
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None:
+        """See `LoraGroup.apply`."""
+        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
+        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
 
 
 class Adapters:
@@ -64,11 +101,18 @@ class Adapters:
             tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
             for layer in layers
         )
+        self._with_affine = tuple(
+            tuple(
+                DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
+                for lora, modules in zip(groups, GROUPS, strict=True)
+            )
+            for layer, groups in zip(layers if layout.affine else (), self._groups, strict=False)
+        )
         self._members = np.array(
             [[layout.pair_index[layer, m] for m in LoraModule] for layer in layers], np.intp
         )
-        # Per filled slot: bool [layers, 4], the groups in which it has a pair.
-        self._active: dict[int, npt.NDArray[np.bool_]] = {}
+        # Per filled slot: int [layers, 4], 0 where the group has nothing, 1 a pair, 2 vectors.
+        self._active: dict[int, npt.NDArray[np.int8]] = {}
         self._overlays: set[int] = set()
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
@@ -87,6 +131,19 @@ class Adapters:
             tuple(slices), k_in=k_in, rank=layout.stride, max_loras=self.pool.max_loras
         )
 
+    def _affine_group(
+        self, kernels: HostKernels, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
+    ) -> AffineGroup:
+        slices = []
+        column = 0
+        for module in modules:
+            index = layout.pair_index[layer, module]
+            n_out = layout.pairs[index].n_out
+            table = self.pool.affine_table(index)
+            slices.append(AffineSlice(table, affine_step(n_out), n_out, column))
+            column += n_out
+        return kernels.affine_group(tuple(slices), max_loras=self.pool.max_loras)
+
     def commit(self, slot: int, image: SlotImage) -> None:
         """Fill ``slot``; the copy has landed when this returns. Raises as `LoraPool.commit`.
 
@@ -95,10 +152,13 @@ class Adapters:
         self._forget(slot)
         self.pool.commit(slot, image, self._stream)
         self._device.synchronize(self._stream)
-        held = np.array(image.present, bool)[self._members]
-        active = np.zeros((len(held), len(GROUPS)), bool)
+        needs = np.array(image.present, np.int8)
+        if image.affine:
+            needs[np.array(image.affine)] = 2
+        held = needs[self._members]
+        active = np.zeros((len(held), len(GROUPS)), np.int8)
         for index, modules in enumerate(GROUPS):
-            active[:, index] = held[:, list(modules)].any(axis=1)
+            active[:, index] = held[:, list(modules)].max(axis=1)
         if image.embed_rows or image.head_rows:
             self._overlays.add(slot)
         self._active[slot] = active
@@ -140,24 +200,28 @@ class Adapters:
             return None
         found = self._plans.get(slots)
         if found is None:
-            active = np.logical_or.reduce([self._active[slot] for slot in slots]).tolist()
-            found = tuple(
-                (
-                    groups[0] if needed[0] else None,
-                    groups[1] if needed[1] else None,
-                    groups[2] if needed[2] else None,
-                    groups[3] if needed[3] else None,
-                )
-                for groups, needed in zip(self._groups, active, strict=True)
-            )
+            active = np.maximum.reduce([self._active[slot] for slot in slots]).tolist()
+            found = tuple(self._layer_plan(layer, needed) for layer, needed in enumerate(active))
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self._plans[slots] = found
         return found
 
+    def _layer_plan(self, layer: int, needed: Sequence[int]) -> LayerPlan:
+        made: list[Delta | None] = [
+            None
+            if not need
+            else self._with_affine[layer][i]
+            if need == 2
+            else self._groups[layer][i]
+            for i, need in enumerate(needed)
+        ]
+        return made[0], made[1], made[2], made[3]
+
     def every_group(self) -> tuple[LayerPlan, ...]:
         """A plan that launches all groups, to have their kernels compiled."""
-        return tuple((g[0], g[1], g[2], g[3]) for g in self._groups)
+        all_of = (2 if self._with_affine else 1,) * len(GROUPS)
+        return tuple(self._layer_plan(layer, all_of) for layer in range(len(self._groups)))
 
     def set_rows(self, slots: Sequence[int]) -> int:
         """Write the slot of every token; returns the buffer's address."""

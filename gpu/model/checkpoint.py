@@ -38,6 +38,7 @@ class Checkpoint:
     def __init__(self, model_dir: Path) -> None:
         self._files = ExitStack()
         self._homes: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         try:
             self._open(model_dir)
         except BaseException:
@@ -48,6 +49,7 @@ class Checkpoint:
         if (model_dir / FILE_NAME).exists():
             handle = self._open_file(model_dir / FILE_NAME)
             self._homes = dict.fromkeys(handle.keys(), handle)
+            self._paths = dict.fromkeys(self._homes, model_dir / FILE_NAME)
             return
         index = model_dir / INDEX_NAME
         if not index.exists():
@@ -92,6 +94,7 @@ class Checkpoint:
                     expected=file,
                 )
             self._homes[tensor] = handles[file]
+            self._paths[tensor] = model_dir / file
 
     def _open_file(self, path: Path) -> Any:
         try:
@@ -106,6 +109,10 @@ class Checkpoint:
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._homes)
+
+    def paths(self) -> dict[str, Path]:
+        """The file of every tensor, by its name."""
+        return dict(self._paths)
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor. Raises ModelError missing-tensor, wrong-dtype."""

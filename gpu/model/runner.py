@@ -36,6 +36,7 @@ from .contract import (
     row_output,
 )
 from .kv import KvCache, blocks_within, spare_bytes
+from .linears import BaseLinears
 from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
@@ -62,10 +63,12 @@ class Runner:
         config: ModelConfig,
         weights: Weights,
         kernels: HostKernels,
+        linears: BaseLinears,
         *,
         max_loras: int,
         max_lora_rank: int,
         overlay_rows: int,
+        affine: bool,
         num_blocks: int | None,
         kv_bytes: int | None,
         max_step_tokens: int,
@@ -80,8 +83,8 @@ class Runner:
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
-        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows)
-        self.base_rows = BaseMatrices(weights.embed, weights.head_rows)
+        self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
+        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows, affine)
         self._stream = device.create_stream(label="runner")
         try:
             if max_loras:
@@ -134,6 +137,7 @@ class Runner:
         max_loras: int = 8,
         max_lora_rank: int = 64,
         overlay_rows: int = 0,
+        affine: bool = True,
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
@@ -147,6 +151,7 @@ class Runner:
             dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
             max_loras: slots; 0 is LoRA off.
             overlay_rows: embedding and lm_head rows a slot may replace.
+            affine: room in each slot for DoRA's factors and for biases.
             num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
             max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
 
@@ -160,19 +165,26 @@ class Runner:
         path = Path(model_dir)
         config = load_config(path)
         weights, kernels = load_weights(path, config, dtype, use_numba=use_numba)
-        runner = cls(
-            device,
-            config,
-            weights,
-            kernels,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            overlay_rows=overlay_rows,
-            num_blocks=num_blocks,
-            kv_bytes=kv_bytes,
-            max_step_tokens=max_step_tokens,
-            max_sequences=max_sequences,
-        )
+        linears = BaseLinears(path, kernels.dtype)
+        try:
+            runner = cls(
+                device,
+                config,
+                weights,
+                kernels,
+                linears,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
+                overlay_rows=overlay_rows,
+                affine=affine,
+                num_blocks=num_blocks,
+                kv_bytes=kv_bytes,
+                max_step_tokens=max_step_tokens,
+                max_sequences=max_sequences,
+            )
+        except BaseException:
+            linears.close()
+            raise
         try:
             runner.warm_up()
         except BaseException:
@@ -316,6 +328,7 @@ class Runner:
         # Last in, first out: queued work ends before the memory it uses is given back, and one
         # failure does not keep the rest.
         with ExitStack() as stack:
+            stack.callback(self.base_rows.close)
             if self._adapters is not None:
                 stack.callback(self._adapters.close)
             if self._kv is not None:

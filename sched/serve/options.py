@@ -83,6 +83,7 @@ HELP: dict[str, str] = {
     "max_loras": "slots: adapters on the device at once (0: LoRA off)",
     "max_lora_rank": "the largest adapter rank",
     "overlay_rows": "embedding and head rows an adapter may replace",
+    "affine": "whether slots have room for DoRA and biases (true or false)",
     "device": "auto, cpu or cuda",
     "dtype": "auto, bfloat16 or float32",
     "kv_bytes": "bytes of KV memory (default: from what is free)",

@@ -27,7 +27,6 @@ def code_of(kit: Any, tensors: Any, layout: Any = None, **fields: Any) -> str:
         ("out_proj", "unsupported-target"),
         ("mlp.gate", "unsupported-target"),
         ("c_attn", "unknown_module"),
-        ("qkv_proj", "unknown_module"),
     ],
 )
 def test_targets_no_dense_model_has(kit: Any, target: str, code: str) -> None:

@@ -5,11 +5,13 @@ Each case must end in one of two ways: every tensor is in the image, or a refusa
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rota.gpu.lora.dims import LoraModule
 from rota.gpu.lora.layout import Elem
 
 PLAIN = "base_model.model.model."
@@ -131,20 +133,35 @@ def test_targets_with_their_parents_name(kit: Any, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaf", "parent", "shape"),
-    [("qkv_proj", "self_attn", (20, 2)), ("gate_up_proj", "mlp", (12, 2))],
+    ("leaf", "parent", "names"),
+    [
+        ("qkv_proj", "self_attn", ["q_proj", "k_proj", "v_proj"]),
+        ("gate_up_proj", "mlp", ["gate_proj", "up_proj"]),
+    ],
 )
-def test_fused_projections_are_named_and_split_ones_load(
-    kit: Any, leaf: str, parent: str, shape: tuple[int, int]
+def test_fused_projections_are_the_split_ones(
+    kit: Any, leaf: str, parent: str, names: list[str]
 ) -> None:
-    stem = f"{PLAIN}layers.0.{parent}.{leaf}.lora_"
-    fused = {f"{stem}A.weight": kit.tensor((2, 8)), f"{stem}B.weight": kit.tensor(shape)}
-    error = kit.refusal(fused, kit.config(target_modules=None))
-    assert (error.code, error.subject) == ("unsupported-module", f"{stem}A.weight")
-    assert kit.refusal(fused, kit.config(target_modules=[leaf])).code == "unknown_module"
-    names = ["q_proj", "k_proj", "v_proj"] if parent == "self_attn" else ["gate_proj", "up_proj"]
-    split = {key: entry for name in names for key, entry in kit.pair(0, name).items()}
-    assert kit.stage(split, kit.config(target_modules=names)).report.pairs == len(names)
+    layout = kit.layout(dims=dataclasses.replace(kit.dims, q_out=10))
+    a, stem = kit.tensor((2, 8)), f"{PLAIN}layers.0.{parent}."
+    heights = [layout.dims.shape(LoraModule[name.upper()])[0] for name in names]
+    parts = [kit.tensor((height, 2), seed=n) for n, height in enumerate(heights)]
+    split = {}
+    for name, part in zip(names, parts, strict=True):
+        split |= {f"{stem}{name}.lora_A.weight": a, f"{stem}{name}.lora_B.weight": part}
+    whole = ("F32", (sum(heights), 2), b"".join(part[2] for part in parts))
+    fused = {f"{stem}{leaf}.lora_A.weight": a, f"{stem}{leaf}.lora_B.weight": whole}
+    one = kit.stage(split, kit.config(target_modules=names), layout)
+    two = kit.stage(fused, kit.config(target_modules=[leaf]), layout)
+    same_image(one, two)
+    assert two.report.pairs == len(names)
+    # Both spellings of one place, a row too few, and a dead A.
+    both = kit.refusal(split | fused, kit.config(target_modules=None), layout)
+    assert both.code == "duplicate-tensor"
+    short = fused | {f"{stem}{leaf}.lora_B.weight": kit.tensor((sum(heights) - 1, 2))}
+    assert kit.refusal(short, kit.config(target_modules=[leaf]), layout).code == "shape-mismatch"
+    dead = fused | {f"{stem}{leaf}.lora_A.weight": kit.entry(np.zeros((2, 8)))}
+    assert kit.refusal(dead, kit.config(target_modules=[leaf]), layout).code == "no-effect"
 
 
 # "Garbage from a file whose numbers are wider than expected."

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rota.errors import RejectError
 from rota.gpu.lora.dims import LoraModule, ModelDims
-from rota.gpu.lora.keys import OverlayKey, PairKey, canonical_keys, classify
+from rota.gpu.lora.keys import FusedKey, OverlayKey, PairKey, canonical_keys, classify
 
 Q = "layers.1.self_attn.q_proj"
 ACCEPTED = [
@@ -48,6 +48,37 @@ def test_adapter_name_infix(kit: Any, name: str) -> None:
     assert (found.half, found.adapter_name) == ("B", name)
 
 
+@pytest.mark.parametrize(
+    ("ending", "half", "name"),
+    [
+        ("lora_magnitude_vector", "magnitude", None),
+        ("lora_magnitude_vector.default", "magnitude", "default"),
+        ("lora_magnitude_vector.weight", "magnitude", None),
+        ("lora_magnitude_vector.default.weight", "magnitude", "default"),
+        ("lora_B.bias", "lora_bias", None),
+        ("lora_B.default.bias", "lora_bias", "default"),
+        ("base_layer.bias", "bias", None),
+        ("bias", "bias", None),
+    ],
+)
+def test_vectors_of_a_pair(kit: Any, ending: str, half: str, name: str | None) -> None:
+    found = classify(f"base_model.model.model.{Q}.{ending}", kit.dims)
+    assert isinstance(found, PairKey)
+    assert (found.module, found.half, found.adapter_name) == (LoraModule.Q_PROJ, half, name)
+    assert found.module_name == f"model.{Q}"
+
+
+def test_fused_modules_stand_for_their_parts_unless_q_is_gated(kit: Any) -> None:
+    key = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    plain = dataclasses.replace(kit.dims, q_out=10)
+    found = classify(key, plain)
+    assert isinstance(found, FusedKey)
+    assert [part.leaf for part in found.modules] == ["q_proj", "k_proj", "v_proj"]
+    with pytest.raises(RejectError) as caught:
+        classify(key, kit.dims)  # q_out 12, o takes 10: query and gate are interleaved
+    assert caught.value.code == "unsupported-module"
+
+
 REFUSED = [
     ("encoder.weight", "not-peft-key"),
     ("", "not-peft-key"),
@@ -66,10 +97,6 @@ REFUSED = [
     ("base_model.model.lm_head.base_layer.weight", "unrecognized-tensor"),
     ("base_model.model.model.embed_tokens.token_adapter.base_layer.weight", "unrecognized-tensor"),
     (f"model.{Q}.lora_a", "unrecognized-tensor"),
-    (f"base_model.model.model.{Q}.lora_magnitude_vector", "use_dora"),
-    (f"base_model.model.model.{Q}.lora_magnitude_vector.default.weight", "use_dora"),
-    (f"base_model.model.model.{Q}.lora_B.bias", "lora_bias"),
-    (f"base_model.model.model.{Q}.base_layer.bias", "bias"),
     ("base_model.model.lm_head.lora_A.weight", "non-layer-module"),
     ("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight", "non-layer-module"),
     (f"base_model.model.model.visual.{Q}.lora_A.weight", "foreign-layer"),
@@ -98,7 +125,13 @@ REFUSED = [
     ("base_model.model.model.layers.0.linear_attn.out_proj.lora_A.weight", "gdn-target"),
     ("base_model.model.model.layers.0.linear_attn.in_proj_qkv.lora_A.weight", "gdn-target"),
     ("base_model.model.model.layers.0.mlp.gate.lora_A.weight", "unsupported-module"),
-    ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "unsupported-module"),
+    ("base_model.model.model.layers.0.mlp.qkv_proj.lora_A.weight", "unsupported-module"),
+    (
+        "base_model.model.model.layers.0.self_attn.query_key_value.lora_B.weight",
+        "unsupported-module",
+    ),
+    ("base_model.model.model.layers.0.input_layernorm.bias", "unsupported-module"),
+    (f"base_model.model.model.{Q}.lora_A.bias", "unrecognized-tensor"),
     ("base_model.model.model.layers.0.mlp.q_proj.lora_A.weight", "unsupported-module"),
     ("base_model.model.model.layers.0.self_attn.x.q_proj.lora_A.weight", "unsupported-module"),
     ("base_model.model.model.layers.0.q_proj.lora_A.weight", "unsupported-module"),
@@ -162,7 +195,8 @@ def test_known_keys_agree_with_parsing(kit: Any) -> None:
 
 words = st.sampled_from(
     "base_model model layers 0 1 9 self_attn mlp q_proj up_proj lora_A lora_B weight bias "
-    "default language_model lm_head embed_tokens experts token_adapter _orig_mod".split()
+    "default language_model qkv_proj gate_up_proj lora_magnitude_vector base_layer "
+    "lm_head embed_tokens experts token_adapter _orig_mod".split()
 ) | st.text(max_size=4)
 
 
@@ -177,5 +211,7 @@ def test_every_key_gets_exactly_one_answer(key: str) -> None:
         return
     if isinstance(found, PairKey):
         assert dims.applies_to_layer(found.layer, found.module)
+    elif isinstance(found, FusedKey):
+        assert all(dims.applies_to_layer(found.layer, part) for part in found.modules)
     else:
         assert found.leaf in ("embed_tokens", "lm_head")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rota.errors import ModelError
 from rota.gpu.lora.dims import LoraModule, ModelDims
-from rota.gpu.lora.layout import Elem, SlotLayout
+from rota.gpu.lora.layout import Elem, SlotLayout, affine_step
 
 # 12 full-attention layers of a 48-layer hybrid: heads 16/2 of 256, gated q, inter 5120.
 FACTORY = ModelDims(12, 2048, 8192, 512, 4096, 5120, 151_936)
@@ -80,11 +80,12 @@ widths = st.integers(1, 70)
     rank=st.integers(1, 40),
     elem=st.sampled_from(Elem),
     overlay=st.integers(0, 20),
+    affine=st.booleans(),
 )
 def test_regions_tile_the_slot_and_are_aligned(
-    dims: ModelDims, rank: int, elem: Elem, overlay: int
+    dims: ModelDims, rank: int, elem: Elem, overlay: int, affine: bool
 ) -> None:
-    layout = SlotLayout(dims, rank, elem, overlay)
+    layout = SlotLayout(dims, rank, elem, overlay, affine)
     place = 0
     for pair in layout.pairs:
         assert pair.a_off == place
@@ -93,6 +94,11 @@ def test_regions_tile_the_slot_and_are_aligned(
         place = pair.b_off + pair.n_out * layout.stride * elem.size
         assert pair.b_off - pair.a_off == layout.stride * pair.k_in * elem.size
     assert place == layout.pairs_bytes
+    assert len(layout.affine_offsets) == (len(layout.pairs) if affine else 0)
+    for start, pair in zip(layout.affine_offsets, layout.pairs, strict=False):
+        assert start == place and start % 16 == 0
+        assert 0 <= affine_step(pair.n_out) - 4 * pair.n_out < 16
+        place += 2 * affine_step(pair.n_out)
     if layout.overlay is None:
         assert overlay == 0 and layout.slot_bytes == place
     else:
@@ -115,6 +121,7 @@ def test_fingerprint_sees_everything_the_bytes_depend_on() -> None:
         SlotLayout(SMOL, 24),
         SlotLayout(SMOL, 16, Elem.F32),
         SlotLayout(SMOL, 16, overlay_rows=1),
+        SlotLayout(SMOL, 16, affine=True),
         SlotLayout(dataclasses.replace(SMOL, num_layers=29), 16),
         SlotLayout(dataclasses.replace(SMOL, kv_out=576, q_out=192), 16),
     ]

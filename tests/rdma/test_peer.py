@@ -38,11 +38,18 @@ class Ones:
 
     head = embed
 
+    def rows(self, layer: int, module: Any, start: int, stop: int) -> np.ndarray:
+        width = {"o_proj": 64, "down_proj": 80}.get(module.leaf, 48)
+        return np.ones((stop - start, width), np.float32)
+
+    def bias(self, layer: int, module: Any) -> None:
+        return None
+
 
 def same(landed: StagedAdapter, disk: StagedAdapter) -> None:
     a, b = landed.image, disk.image
     assert a.buffer.tobytes() == b.buffer.tobytes()
-    for name in ("digest", "fingerprint", "present", "ranks", "embed_rows", "head_rows"):
+    for name in ("digest", "fingerprint", "present", "ranks", "embed_rows", "head_rows", "affine"):
         assert getattr(a, name) == getattr(b, name)
     np.testing.assert_array_equal(a.scales, b.scales)
     assert not a.scales.flags.writeable
@@ -103,6 +110,20 @@ def test_whole_matrices_need_the_engines_base(kit: Any, serve: Any) -> None:
     assert landed.image.embed_rows and "transfer" in landed.report.seconds
     assert refusal(lambda: stage(source, layout)).code == "overlay-no-base"
     assert running.peer.counters()["connections"] == 2
+
+
+def test_factors_and_offsets_land_as_from_disk(kit: Any, serve: Any) -> None:
+    """Offsets of B need nothing of the base: the peer packs them. Norms do: the files come."""
+    root = kit.root / "tests/data/oracle"
+    folders = {"bias": root / "qwen35/adapters/lora_bias", "dora": root / "qwen3/adapters/dora"}
+    running = serve(folders)
+    dense = ModelDims(2, 48, 64, 32, 64, 80, 128, tied=True)
+    for name, dims, phase in (("bias", HYBRID, "verify"), ("dora", dense, "audit")):
+        layout = SlotLayout(dims, 8, affine=True)
+        source = Peer(running.address, name, secret=kit.secret, packed="always")
+        landed = stage(source, layout, base_rows=Ones())
+        same(landed, stage(DirectorySource(folders[name]), layout, base_rows=Ones()))
+        assert any(landed.image.affine) and phase in landed.report.seconds
 
 
 def test_read_gives_the_files(kit: Any, serve: Any, folder: Path) -> None:

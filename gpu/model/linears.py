@@ -1,0 +1,135 @@
+"""The base model's linear weights, read again from its checkpoint when an adapter needs them.
+
+What it owns: one open file descriptor per checkpoint file. Serving keeps its weights packed for the
+kernels; DoRA and trained biases need plain rows, rarely, on a staging worker. Invariants: what is
+read is what was opened, also when the files are replaced meanwhile; a file cut short is a refusal,
+never a crash; values are those the engine serves (rounded to its dtype).
+
+Format: https://github.com/huggingface/safetensors (README, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import ModelError, StagingError
+from ..lora.dims import LoraModule
+from .checkpoint import Checkpoint
+
+_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+Naming = Callable[[int, LoraModule], str]
+"""(layer, module) -> the module's name in the checkpoint, without ``.weight``."""
+
+
+def plain_name(layer: int, module: LoraModule) -> str:
+    """The name in checkpoints of the llama family."""
+    return f"model.layers.{layer}.{module.parent}.{module.leaf}"
+
+
+class BaseLinears:
+    """Rows of the linear weights of ``model_dir``, as float32.
+
+    Args:
+        dtype: the engine's; values are rounded to it, as those in use were.
+        naming: where each module's weight is.
+
+    Raises:
+        ModelError: as `Checkpoint`.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, naming: Naming = plain_name) -> None:
+        self._dtype, self._naming = dtype, naming
+        self._handles: list[int] = []
+        # A descriptor closed under a read could by then be another file's.
+        self._lock = threading.Lock()
+        # Name -> (file, first byte, dtype, shape).
+        self._places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        with Checkpoint(model_dir) as checkpoint:
+            homes = checkpoint.paths()
+        try:
+            for path in sorted(set(homes.values())):
+                self._open(path, homes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, homes: dict[str, Path]) -> None:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._handles.append(handle)
+            length = int.from_bytes(os.pread(handle, 8, 0), "little")
+            header: dict[str, Any] = json.loads(os.pread(handle, length, 8))
+        except (OSError, ValueError) as error:  # Checkpoint accepted it a moment ago
+            raise ModelError(
+                f"a weight file cannot be read: {type(error).__name__}",
+                code="unreadable-weights",
+                subject=path.name,
+            ) from error
+        for name, entry in header.items():
+            if homes.get(name) == path and entry["dtype"] in _DTYPES:
+                begin = 8 + length + entry["data_offsets"][0]
+                dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+                self._places[name] = (handle, begin, dtype, shape)
+
+    def rows(
+        self, layer: int, module: LoraModule, start: int, stop: int
+    ) -> npt.NDArray[np.float32]:
+        """Rows ``start..stop`` of the module's weight ``[out, in]``.
+
+        Raises:
+            StagingError: base-weights-unreadable.
+        """
+        return self._read(self._naming(layer, module) + ".weight", start, stop)
+
+    def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:
+        """The module's bias ``[out]``, or ``None`` when it has none. Raises as `rows`."""
+        name = self._naming(layer, module) + ".bias"
+        place = self._places.get(name)
+        return None if place is None else self._read(name, 0, place[3][0])
+
+    def _read(self, name: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+        place = self._places.get(name)
+        if place is None:
+            raise _unreadable("it is not at hand", name)
+        handle, begin, dtype, shape = place
+        width = dtype.itemsize * int(np.prod(shape[1:]))
+        raw = bytearray((stop - start) * width)
+        view, filled = memoryview(raw), 0
+        while filled < len(raw):
+            with self._lock:
+                if handle not in self._handles:
+                    raise _unreadable("its files are closed", name)
+                try:
+                    count = os.preadv(handle, [view[filled:]], begin + start * width + filled)
+                except OSError as error:
+                    raise _unreadable(str(error.strerror), name) from error
+            if count == 0:
+                raise _unreadable("the file was cut short", name)
+            filled += count
+        values = torch.frombuffer(raw, dtype=dtype).reshape(stop - start, *shape[1:])
+        made: npt.NDArray[np.float32] = values.to(self._dtype).float().numpy()
+        return made
+
+    def close(self) -> None:
+        """Close every file. Idempotent; a `rows` that comes later is refused."""
+        with self._lock:
+            while self._handles:
+                os.close(self._handles.pop())
+
+
+def _unreadable(why: str, name: str) -> StagingError:
+    return StagingError(
+        f"cannot read the base model's own weight: {why}",
+        code="base-weights-unreadable",
+        subject=name,
+    )
