@@ -229,7 +229,7 @@ class Store:
         rows, now = [], self._clock_ns()
         try:
             for entry in path.iterdir():
-                if not entry.name.startswith("adapter_"):
+                if not entry.name.startswith("adapter"):
                     continue
                 status = entry.stat()
                 if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:

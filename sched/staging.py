@@ -75,7 +75,7 @@ def directory_signature(path: Path, now_ns: int) -> Signature | None:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                if entry.name.startswith("adapter_") and entry.is_file():
+                if entry.name.startswith("adapter") and entry.is_file():
                     stat = entry.stat()
                     if now_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) < _RACY_NS:
                         return None

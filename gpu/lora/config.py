@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...errors import RejectError
+from .mlx import is_mlx, to_peft_config
 from .patterns import ValuePattern, first_match, parse_patterns
 from .safefile import CONFIG_NAME
 from .strictjson import loads_object
@@ -92,6 +93,7 @@ class PeftConfig:
         modules_to_save: leaves out of `OVERLAY_LEAVES`, sorted.
         token_indices: leaf -> token ids, in the order of the delta's rows.
         ensure_weight_tying: as in the file.
+        mlx: written by mlx-lm; tensors need `mlx.to_peft_tensors`.
         notes, ignored: for the report.
     """
 
@@ -112,6 +114,7 @@ class PeftConfig:
     modules_to_save: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     ensure_weight_tying: bool
+    mlx: bool
     notes: tuple[str, ...]
     ignored: tuple[tuple[str, str], ...]
 
@@ -158,7 +161,10 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
             found=len(raw),
         )
     config = loads_object(raw, code="bad-config", subject=CONFIG_NAME, constants=True)
-    notes: list[str] = []
+    mlx = is_mlx(config)
+    if mlx:
+        config = to_peft_config(config)
+    notes: list[str] = ["written by mlx-lm: factors are transposed"] if mlx else []
     _check_type(config, notes)
     for name in _UNSERVED_FLAGS:
         if _flag(config, name):
@@ -210,6 +216,7 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
         modules_to_save=modules_to_save,
         token_indices=MappingProxyType(tokens),
         ensure_weight_tying=_flag(config, "ensure_weight_tying"),
+        mlx=mlx,
         notes=tuple(notes),
         ignored=ignored[:64],
     )
@@ -267,12 +274,6 @@ def _flag(config: Mapping[str, Any], name: str) -> bool:
 def _check_type(config: Mapping[str, Any], notes: list[str]) -> None:
     value = config.get("peft_type")
     if value is None:
-        if "lora_parameters" in config or "fine_tune_type" in config:
-            raise RejectError(
-                "an mlx-lm adapter: its factors are transposed; convert it to PEFT",
-                code="mlx-adapter",
-                subject="lora_parameters",
-            )
         notes.append("peft_type is absent: read as LORA")
     elif not isinstance(value, str) or value.upper() != "LORA":
         raise _bad("peft_type", "LORA", value)

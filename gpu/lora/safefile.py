@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .strictjson import loads_object
 CONFIG_NAME = "adapter_config.json"
 FILE_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
+MLX_NAME = "adapters.safetensors"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes per element of every dtype an adapter may be stored in."""
@@ -89,8 +91,9 @@ def read_directory(
             "the adapter path is not a directory", code="adapter-unreadable", subject=path.name
         )
     # What there is to read is decided before anything is read: a pickle is never opened.
-    present = {name for name in (CONFIG_NAME, FILE_NAME, INDEX_NAME) if _exists(root / name)}
-    if FILE_NAME not in present and INDEX_NAME not in present:
+    every = (CONFIG_NAME, FILE_NAME, INDEX_NAME, MLX_NAME)
+    present = {name for name in every if _exists(root / name)}
+    if not present - {CONFIG_NAME}:
         pickled = [name for name in PICKLE_NAMES if _exists(root / name)]
         if pickled:
             raise RejectError(
@@ -111,17 +114,18 @@ def read_directory(
     config = _read(
         root, CONFIG_NAME, limits.config_bytes, "config-too-large", follow_links
     ).tobytes()
-    if FILE_NAME in present:
-        names: list[str] = [FILE_NAME]
-    else:
-        names = _shard_names(
-            _read(root, INDEX_NAME, limits.index_bytes, "file-too-large", follow_links).tobytes(),
-            limits,
-        )
+    index: dict[str, set[str]] = {}
+    names = [FILE_NAME if FILE_NAME in present else MLX_NAME]
+    if FILE_NAME not in present and INDEX_NAME in present:
+        raw = _read(root, INDEX_NAME, limits.index_bytes, "file-too-large", follow_links)
+        index = _shard_names(raw.tobytes(), limits)
+        names = sorted(index)
     shards, left = [], limits.file_bytes
     for name in names:
         shards.append(_read(root, name, left, "file-too-large", follow_links))
         left -= shards[-1].nbytes
+        if index:
+            _check_index(name, index[name], _header(shards[-1], limits)[0].keys())
     return config, tuple(shards)
 
 
@@ -135,13 +139,26 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _shard_names(raw: bytes, limits: FileLimits) -> list[str]:
-    """File names of an index, sorted; each must be a bare name in the same directory."""
+def _check_index(name: str, listed: set[str], held: Collection[str]) -> None:
+    """A shard holds exactly what the index says, or a part of the adapter is elsewhere."""
+    odd = sorted(listed.symmetric_difference(set(held) - {"__metadata__"}))
+    if odd:
+        raise RejectError(
+            "the index and a shard disagree on what the shard holds",
+            code="bad-index",
+            subject=odd[0][:300],
+            expected=f"in {name}" if odd[0] in listed else f"not in {name}",
+            found=f"{len(odd)} such tensors",
+        )
+
+
+def _shard_names(raw: bytes, limits: FileLimits) -> dict[str, set[str]]:
+    """File name -> its tensors, of an index; each must be a bare name in the same directory."""
     index = loads_object(raw, code="bad-index", subject=INDEX_NAME)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise RejectError("the index has no weight_map", code="bad-index", subject=INDEX_NAME)
-    names: set[str] = set()
+    names: dict[str, set[str]] = {}
     for key, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise RejectError(
@@ -157,7 +174,7 @@ def _shard_names(raw: bytes, limits: FileLimits) -> list[str]:
                 subject=name[:200],
                 expected="a bare file name",
             )
-        names.add(name)
+        names.setdefault(name, set()).add(key)
     if len(names) > limits.shards:
         raise RejectError(
             "too many shards",
@@ -166,7 +183,7 @@ def _shard_names(raw: bytes, limits: FileLimits) -> list[str]:
             expected=f"at most {limits.shards}",
             found=len(names),
         )
-    return sorted(names)
+    return names
 
 
 def _read(

@@ -23,6 +23,7 @@ from .audit import Audited, audit
 from .config import PeftConfig, parse_config
 from .image import SlotImage
 from .layout import SlotLayout
+from .mlx import to_peft_tensors
 from .overlay import BaseRows, pack_overlay
 from .pack import fresh_buffer, pack_pairs, reuse_buffer
 from .report import LoadReport
@@ -114,6 +115,8 @@ def stage(
         digesting = beside.submit(raw.digest)
         config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
         tensors = parse_shards(raw.shards, limits.files)
+        if config.mlx:
+            tensors = to_peft_tensors(tensors)
         audited = audit(config, tensors, layout, base_rows)
         phase_done()
         packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)

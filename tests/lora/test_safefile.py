@@ -308,6 +308,21 @@ def test_bad_index(kit: Any, tmp_path: Path, text: str) -> None:
     assert dir_refused(tmp_path) == "bad-index"
 
 
+def test_an_index_that_a_shard_does_not_bear_out(kit: Any, tmp_path: Path) -> None:
+    """A part lost on the way, or a part nobody asked for: never half an adapter."""
+    a, b = kit.pair()
+    whole = {a: "part-0.safetensors", b: "part-1.safetensors"}
+    for names in (
+        whole | {a.replace("layers.0", "layers.1"): "part-0.safetensors"},
+        {a: "part-0.safetensors", "other": "part-1.safetensors"},
+        {a: "part-1.safetensors", b: "part-0.safetensors"},
+    ):
+        shard(kit, tmp_path, names)
+        assert dir_refused(tmp_path) == "bad-index"
+    shard(kit, tmp_path, whole)
+    assert len(read(tmp_path).shards) == 2
+
+
 def test_unreadable_is_not_the_adapters_fault(kit: Any, tmp_path: Path) -> None:
     with pytest.raises(StagingError):
         read(tmp_path / "nowhere")
