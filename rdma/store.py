@@ -17,10 +17,11 @@ from typing import Protocol
 
 from ..errors import CapacityError, RequestError, RotaError, StagingError
 from ..gpu.lora.config import parse_config
+from ..gpu.lora.directory import belongs, read_directory
 from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import SlotLayout
 from ..gpu.lora.report import LoadReport
-from ..gpu.lora.safefile import FileLimits, parse_shards, read_directory
+from ..gpu.lora.safefile import FileLimits, parse_shards
 from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StageLimits, stage
 from .layouts import DigestedAdapter, HeldSource, chunk_digests
@@ -229,7 +230,7 @@ class Store:
         rows, now = [], self._clock_ns()
         try:
             for entry in path.iterdir():
-                if not entry.name.startswith("adapter"):
+                if not belongs(entry.name):
                     continue
                 status = entry.stat()
                 if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:
@@ -296,7 +297,7 @@ class Store:
             return sorted(
                 (e.name, s.st_size, s.st_mtime_ns, s.st_ino)
                 for e in path.iterdir()
-                if e.name.startswith("adapter_")
+                if belongs(e.name)
                 for s in (e.stat(),)
             )
         except OSError:

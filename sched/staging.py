@@ -17,6 +17,7 @@ import anyio.to_thread
 import msgspec
 
 from ..errors import RotaError, StagingError
+from ..gpu.lora.directory import belongs
 
 #: File systems stamp changes with a coarse clock: a file younger than this may change again without
 #: its stamp changing, so its signature proves nothing (the "racy clean" problem).
@@ -75,7 +76,7 @@ def directory_signature(path: Path, now_ns: int) -> Signature | None:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                if entry.name.startswith("adapter") and entry.is_file():
+                if belongs(entry.name) and entry.is_file():
                     stat = entry.stat()
                     if now_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) < _RACY_NS:
                         return None

@@ -46,7 +46,7 @@ def to_peft_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rank, scale, keys = parameters.get("rank"), parameters.get("scale"), parameters.get("keys")
     if type(rank) is not int:
         raise _not_lora("rank", "an integer", rank)
-    if type(scale) not in (int, float):
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise _not_lora("scale", "a number", scale)
     return {
         "peft_type": "LORA",

@@ -1,25 +1,20 @@
-"""Reading safetensors safely and fast: one read per file, then numpy views, no copy per tensor.
+"""Parsing safetensors safely and fast: numpy views over a file's bytes, no copy per tensor.
 
 What it owns: the rules of the file format (8-byte little-endian header length, JSON header, data
-tiled by the tensors without gap or overlap) and the rules of the directory (plain files inside it,
-never pickle). Invariants: no byte outside the file is ever addressed; every tensor's length equals
-its shape times its dtype's size; a directory is read through one file descriptor per file.
+tiled by the tensors without gap or overlap), file names and limits. Invariants: no byte outside the
+file is ever addressed; every tensor's length equals its shape times its dtype's size.
 Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import RejectError, StagingError
+from ...errors import RejectError
 from .strictjson import loads_object
 
 CONFIG_NAME = "adapter_config.json"
@@ -65,180 +60,13 @@ class Tensor:
 def check_sizes(config_bytes: int, file_bytes: int, limits: FileLimits) -> None:
     """Refuse bytes over the limits. Raises RejectError config-too-large, file-too-large."""
     if config_bytes > limits.config_bytes:
-        raise _too_large("config-too-large", CONFIG_NAME, limits.config_bytes, config_bytes)
+        raise too_large("config-too-large", CONFIG_NAME, limits.config_bytes, config_bytes)
     if file_bytes > limits.file_bytes:
-        raise _too_large("file-too-large", FILE_NAME, limits.file_bytes, file_bytes)
+        raise too_large("file-too-large", FILE_NAME, limits.file_bytes, file_bytes)
 
 
-def read_directory(
-    path: Path, limits: FileLimits, *, follow_links: bool = False
-) -> tuple[bytes, tuple[npt.NDArray[np.uint8], ...]]:
-    """The config bytes and every safetensors file (uint8 arrays, by file name) of a directory.
-
-    ``follow_links``: a file may be a link to a plain file elsewhere.
-
-    Raises:
-        RejectError: missing-config, missing-weights, pickle-adapter, file-escapes-directory,
-            not-a-plain-file, config-too-large, file-too-large, bad-index, duplicate-json-key.
-        StagingError: adapter-unreadable, when the system refuses a read.
-    """
-    try:
-        root = path.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the path
-        raise _unreadable(path.name, error) from error
-    if not root.is_dir():
-        raise StagingError(
-            "the adapter path is not a directory", code="adapter-unreadable", subject=path.name
-        )
-    # What there is to read is decided before anything is read: a pickle is never opened.
-    every = (CONFIG_NAME, FILE_NAME, INDEX_NAME, MLX_NAME)
-    present = {name for name in every if _exists(root / name)}
-    if not present - {CONFIG_NAME}:
-        pickled = [name for name in PICKLE_NAMES if _exists(root / name)]
-        if pickled:
-            raise RejectError(
-                "the adapter exists only as a pickle, which is never opened;"
-                " save it as safetensors",
-                code="pickle-adapter",
-                subject=pickled[0],
-                expected=FILE_NAME,
-                found=pickled[0],
-            )
-        raise RejectError(
-            "the directory holds no adapter weights", code="missing-weights", expected=FILE_NAME
-        )
-    if CONFIG_NAME not in present:
-        raise RejectError(
-            "the directory holds no adapter config", code="missing-config", expected=CONFIG_NAME
-        )
-    config = _read(
-        root, CONFIG_NAME, limits.config_bytes, "config-too-large", follow_links
-    ).tobytes()
-    index: dict[str, set[str]] = {}
-    names = [FILE_NAME if FILE_NAME in present else MLX_NAME]
-    if FILE_NAME not in present and INDEX_NAME in present:
-        raw = _read(root, INDEX_NAME, limits.index_bytes, "file-too-large", follow_links)
-        index = _shard_names(raw.tobytes(), limits)
-        names = sorted(index)
-    shards, left = [], limits.file_bytes
-    for name in names:
-        shards.append(_read(root, name, left, "file-too-large", follow_links))
-        left -= shards[-1].nbytes
-        if index:
-            _check_index(name, index[name], _header(shards[-1], limits)[0].keys())
-    return config, tuple(shards)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise _unreadable(path.name, error) from error
-    return True
-
-
-def _check_index(name: str, listed: set[str], held: Collection[str]) -> None:
-    """A shard holds exactly what the index says, or a part of the adapter is elsewhere."""
-    odd = sorted(listed.symmetric_difference(set(held) - {"__metadata__"}))
-    if odd:
-        raise RejectError(
-            "the index and a shard disagree on what the shard holds",
-            code="bad-index",
-            subject=odd[0][:300],
-            expected=f"in {name}" if odd[0] in listed else f"not in {name}",
-            found=f"{len(odd)} such tensors",
-        )
-
-
-def _shard_names(raw: bytes, limits: FileLimits) -> dict[str, set[str]]:
-    """File name -> its tensors, of an index; each must be a bare name in the same directory."""
-    index = loads_object(raw, code="bad-index", subject=INDEX_NAME)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise RejectError("the index has no weight_map", code="bad-index", subject=INDEX_NAME)
-    names: dict[str, set[str]] = {}
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise RejectError(
-                "the index names a file that is not safetensors",
-                code="bad-index",
-                subject=key[:200],
-                found=repr(name)[:200],
-            )
-        if os.path.basename(name) != name or "\\" in name or "\0" in name:
-            raise RejectError(
-                "the index names a file outside the adapter directory",
-                code="file-escapes-directory",
-                subject=name[:200],
-                expected="a bare file name",
-            )
-        names.setdefault(name, set()).add(key)
-    if len(names) > limits.shards:
-        raise RejectError(
-            "too many shards",
-            code="bad-index",
-            subject=INDEX_NAME,
-            expected=f"at most {limits.shards}",
-            found=len(names),
-        )
-    return names
-
-
-def _read(
-    root: Path, name: str, limit: int, code: str, follow_links: bool
-) -> npt.NDArray[np.uint8]:
-    """Whole file ``name`` of ``root`` in one buffer. ``root`` is already resolved."""
-    try:
-        real = (root / name).resolve(strict=True)
-        if not follow_links and root not in real.parents:
-            raise RejectError(
-                "a link leads outside the adapter directory",
-                code="file-escapes-directory",
-                subject=name,
-            )
-        # O_NOFOLLOW on the resolved path: a link put there since then is refused, not followed.
-        # O_NONBLOCK: opening a FIFO must not wait for a writer.
-        handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _unreadable(name, error) from error
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise RejectError("not a plain file", code="not-a-plain-file", subject=name)
-        if status.st_size > limit:
-            raise _too_large(code, name, limit, status.st_size)
-        buffer = np.empty(status.st_size, np.uint8)
-        view, filled = buffer.data, 0
-        while filled < status.st_size:
-            count = os.readv(handle, [view[filled:]])
-            if count == 0:
-                raise StagingError(
-                    "the file shrank while it was read",
-                    code="adapter-unreadable",
-                    subject=name,
-                    expected=status.st_size,
-                    found=filled,
-                )
-            filled += count
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    finally:
-        os.close(handle)
-    return buffer
-
-
-def _unreadable(name: str, error: BaseException) -> StagingError:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return StagingError(
-        f"cannot read the adapter: {reason or type(error).__name__}",
-        code="adapter-unreadable",
-        subject=name,
-    )
-
-
-def _too_large(code: str, name: str, limit: int, size: int) -> RejectError:
+def too_large(code: str, name: str, limit: int, size: int) -> RejectError:
+    """The refusal of a file over its limit (bytes)."""
     return RejectError(
         "larger than the limit",
         code=code,
@@ -282,8 +110,12 @@ def _bad(why: str, subject: str = FILE_NAME, **facts: object) -> RejectError:
     )
 
 
-def _header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[str, Any], int]:
-    """The header object and where the data starts."""
+def parse_header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[str, Any], int]:
+    """The header object of a file (uint8 ``[size]``) and where its data starts.
+
+    Raises:
+        RejectError: bad-safetensors, pickle-adapter, duplicate-json-key.
+    """
     start = file[:8].tobytes()
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
         # 0x80 0x02.. as a length would be a header of 640 bytes or more whose high bytes are text.
@@ -315,7 +147,7 @@ def _header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[str, 
 
 
 def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> list[Tensor]:
-    header, start = _header(file, limits)
+    header, start = parse_header(file, limits)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import safefile
+from .directory import read_directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +69,7 @@ class DirectorySource:
 
     def read(self, limits: safefile.FileLimits) -> RawAdapter:
         """See `AdapterSource.read`."""
-        config, shards = safefile.read_directory(
-            Path(self.path), limits, follow_links=self.follow_links
-        )
+        config, shards = read_directory(Path(self.path), limits, follow_links=self.follow_links)
         return RawAdapter(config, shards)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rota.gpu.lora import config as config_module
 
 # Helpers of the room that take a code as a positional argument, and where.
-HELPERS = {"_refuse": 0, "_bad": 0, "_too_large": 0}
+HELPERS = {"_refuse": 0, "_bad": 0, "too_large": 0}
 PATTERN_HELPER = 1  # patterns._bad(why, code, key)
 
 

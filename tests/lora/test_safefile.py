@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.errors import RejectError, RotaError, StagingError
+from rota.gpu.lora import directory
 from rota.gpu.lora.safefile import FileLimits, parse_shards
 from rota.gpu.lora.source import BytesSource, DirectorySource
 
@@ -249,6 +250,81 @@ def test_pipes_directories_and_loops(kit: Any, tmp_path: Path) -> None:
     weights.rmdir()
     weights.symlink_to(weights)
     assert dir_refused(tmp_path) == "adapter-unreadable"
+
+
+def _rewrite(folder: Path, other: Path) -> None:
+    data = (other / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    os.utime(folder / "adapter_model.safetensors", ns=(5, 5))  # a clock tick later
+
+
+def _rename_file(folder: Path, other: Path) -> None:
+    (other / "adapter_model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def _rename_folder(folder: Path, other: Path) -> None:
+    folder.rename(folder.with_name("gone"))
+    other.rename(folder)
+
+
+def _config_after(folder: Path, other: Path) -> None:
+    (other / "adapter_config.json").rename(folder / "adapter_config.json")
+
+
+def _remove(folder: Path, other: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "after"),
+    [
+        (_rewrite, "adapter_model.safetensors"),
+        (_rename_file, "adapter_config.json"),
+        (_rename_file, "adapter_model.safetensors"),
+        (_rename_folder, "adapter_config.json"),
+        (_rename_folder, "adapter_model.safetensors"),
+        (_config_after, "adapter_config.json"),
+        (_remove, "adapter_config.json"),
+    ],
+)
+def test_a_config_is_never_paired_with_the_weights_of_another_version(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, after: str
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, alpha in ((one, 8), (two, 16)):
+        folder.mkdir()
+        kit.write(folder, kit.pair(), kit.config(lora_alpha=alpha))
+    whole = directory._Reader.read
+
+    def read_then_change(self: Any, name: str, *limits: Any) -> Any:
+        made = whole(self, name, *limits)
+        if name == after:
+            change(one, two)
+        return made
+
+    monkeypatch.setattr(directory._Reader, "read", read_then_change)
+    assert dir_refused(one) == "adapter-changing"
+
+
+def test_a_link_that_moves_on_to_a_new_version_leaves_the_old_one_whole(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, alpha in (("one", 8), ("two", 16)):
+        (tmp_path / name).mkdir()
+        kit.write(tmp_path / name, kit.pair(), kit.config(lora_alpha=alpha))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "one")
+    before, whole = read(link).digest(), directory._Reader.read
+
+    def read_then_move_on(self: Any, name: str, *limits: Any) -> Any:
+        made = whole(self, name, *limits)
+        if link.readlink() == tmp_path / "one":
+            link.unlink()
+            link.symlink_to(tmp_path / "two")
+        return made
+
+    monkeypatch.setattr(directory._Reader, "read", read_then_move_on)
+    assert read(link).digest() == before
 
 
 def test_size_limits_of_a_directory(kit: Any, tmp_path: Path) -> None:

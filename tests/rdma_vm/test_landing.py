@@ -173,7 +173,8 @@ def test_a_read_only_file_cannot_be_registered(tmp_path: Path, device: Device) -
 
 def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device) -> None:
     """The reference exchange, then one READ of each tensor."""
-    from rota.gpu.lora.safefile import FileLimits, parse_shards, read_directory
+    from rota.gpu.lora.directory import read_directory
+    from rota.gpu.lora.safefile import FileLimits, parse_shards
     from rota.rdma.messages import Rail
 
     served = PeerProcess({"large-f32": folders["large-f32"]}, None, "--version1")

@@ -1,0 +1,60 @@
+"""What tells the stager that a directory is still what it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rota.rdma.store import Store
+from rota.sched.staging import directory_signature
+
+HOUR = 3600 * 10**9
+PARTS = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.safetensors.index.json",
+    "adapters.safetensors",
+    "part-1.safetensors",
+)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "replaced", "removed"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_change_of_any_file_an_adapter_may_be_read_from_is_seen(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for part in (*PARTS, "README.md"):
+        (folder / part).write_bytes(b"1234")
+
+    def looks() -> tuple[object, object]:
+        later = time.time_ns() + HOUR
+        store = Store({"a": folder}, clock_ns=lambda: later)
+        seen = directory_signature(folder, later), store._stamps(folder)
+        store.close()
+        return seen
+
+    before = looks()
+    (folder / "README.md").write_bytes(b"words")
+    assert looks() == before and None not in before
+    if how == "removed":
+        (folder / name).unlink()
+    elif how == "replaced":
+        (tmp_path / "new").write_bytes(b"5678")
+        (tmp_path / "new").rename(folder / name)
+    else:
+        (folder / name).write_bytes(b"5678")
+        os.utime(folder / name, ns=(5, 5))  # a clock tick later
+    after = looks()
+    assert after[0] != before[0] and after[1] != before[1]
+
+
+def test_young_files_prove_nothing(tmp_path: Path) -> None:
+    (tmp_path / "part-1.safetensors").write_bytes(b"1")
+    changed = (tmp_path / "part-1.safetensors").stat().st_ctime_ns
+    assert directory_signature(tmp_path, changed + 10**9) is None
+    assert directory_signature(tmp_path, changed + HOUR) is not None
