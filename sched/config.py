@@ -17,6 +17,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     DoRA's factors and for biases (eight bytes per output). ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
+    ``spill_bytes``: host memory for KV blocks of preempted sequences; what finds no room is
+    recomputed. ``spill_bytes_per_token``: bytes of KV that go out and come back in the time it
+    takes to recompute one token, by which the cheaper is chosen.
     ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
     ``seed``: of the draws of requests that bring no seed (``None``: from the system)."""
 
@@ -32,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_step_tokens: _Positive = 512
     mixed_step_tokens: _Positive = 128
     prefix_cache: bool = True
+    spill_bytes: _Count = 256 << 20
+    spill_bytes_per_token: _Positive = 1 << 20
     drain_after_s: _Seconds = 0.5
     image_cache_bytes: _Count = 1 << 30
     stage_workers: _Positive = 2

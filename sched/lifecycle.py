@@ -77,6 +77,8 @@ class Parts:
                 max_step_tokens=config.max_step_tokens,
                 mixed_step_tokens=config.mixed_step_tokens,
                 prefix_cache=config.prefix_cache,
+                spill_blocks=info.spill_blocks,
+                spill_block_cost=info.kv_bytes / info.num_blocks / config.spill_bytes_per_token,
                 drain_after_s=config.drain_after_s,
                 image_cache_bytes=config.image_cache_bytes,
             )
@@ -167,6 +169,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner:
             kv_bytes=config.kv_bytes,
             max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
             max_sequences=config.max_running,
+            spill_bytes=config.spill_bytes,
             use_numba=config.use_numba,
         )
     except BaseException:

@@ -241,6 +241,12 @@ class Shell:
                 self._device(job, partial(self._open_over, seq))
             case fx.CloseSequence(seq):
                 self._device(partial(self._executor.close_sequence, seq), ignore)
+            case fx.Spill(seq, blocks):
+                job = partial(self._executor.spill, seq, blocks)
+                self._device(job, partial(self._copied, seq, ev.SpillDone, ev.SpillFailed))
+            case fx.Restore(seq, places):
+                job = partial(self._executor.restore, seq, places)
+                self._device(job, partial(self._copied, seq, ev.RestoreDone, ev.RestoreFailed))
             case fx.Commit(commit, slot, image):
                 staged = self._stager.images[image]
                 job = partial(self._executor.commit, slot, staged.image)
@@ -332,6 +338,20 @@ class Shell:
         if error is not None:
             # The step that follows fails by itself for this row; nothing to undo.
             _log.error("opening sequence %d failed: %s", seq, error)
+
+    def _copied(
+        self,
+        seq: int,
+        done: type[ev.SpillDone | ev.RestoreDone],
+        failed: type[ev.SpillFailed | ev.RestoreFailed],
+        _: Any,
+        error: BaseException | None,
+    ) -> None:
+        if error is None:
+            self._deliver(done(seq))
+        else:
+            _log.warning("a copy of sequence %d failed, it is recomputed: %s", seq, error)
+            self._deliver(failed(seq, to_failure(as_rota_error(error)), is_fatal(error)))
 
     def _commit_over(self, commit: int, _: Any, error: BaseException | None) -> None:
         if error is None:

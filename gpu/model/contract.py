@@ -29,7 +29,8 @@ LogitsSink = Callable[[list[int], torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B."""
+    """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B.
+    ``spill_blocks``: KV blocks of preempted sequences that host memory may hold."""
 
     family: str
     dtype: str
@@ -43,6 +44,7 @@ class RunnerInfo:
     pool_bytes: int
     max_loras: int
     max_lora_rank: int
+    spill_blocks: int = 0
 
 
 def check_limits(*, max_loras: int, max_step_tokens: int, max_sequences: int) -> None:

@@ -35,11 +35,12 @@ from .contract import (
     no_slots,
     row_output,
 )
-from .kv import KvCache, blocks_within, spare_bytes
+from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
 from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
+from .spill import SpillStore
 from .weights import DtypeName, Weights, load_weights
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
@@ -73,12 +74,14 @@ class Runner:
         kv_bytes: int | None,
         max_step_tokens: int,
         max_sequences: int,
+        spill_bytes: int = 0,
     ) -> None:
         self._device = device
         self._closed = False
         self._sequences = OpenSequences(config.vocab, config.eos_ids)
         self._adapters: Adapters | None = None
         self._kv: KvCache | None = None
+        self._spills: SpillStore | None = None
         self._model: LlamaModel | None = None
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
@@ -102,6 +105,8 @@ class Runner:
                     kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
+            spill_blocks = spill_bytes // kv_bytes_per_block(config, dtype)
+            self._spills = SpillStore(self._kv, spill_blocks)
             context = min(config.context, num_blocks * BLOCK_TOKENS)
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
             self._batch = StepBatch(limits)
@@ -125,6 +130,7 @@ class Runner:
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            spill_blocks=spill_blocks,
         )
 
     @classmethod
@@ -142,6 +148,7 @@ class Runner:
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
         max_sequences: int = 64,
+        spill_bytes: int = 0,
         use_numba: bool = True,
     ) -> Runner:
         """Load a checkpoint folder and take over ``device``.
@@ -154,6 +161,7 @@ class Runner:
             affine: room in each slot for DoRA's factors and for biases.
             num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
             max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
+            spill_bytes: host memory for KV blocks of preempted sequences, taken as it is needed.
 
         Raises:
             ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
@@ -181,6 +189,7 @@ class Runner:
                 kv_bytes=kv_bytes,
                 max_step_tokens=max_step_tokens,
                 max_sequences=max_sequences,
+                spill_bytes=spill_bytes,
             )
         except BaseException:
             linears.close()
@@ -224,8 +233,34 @@ class Runner:
         self._sequences.open(seq, prompt, sampling)
 
     def close_sequence(self, seq: int) -> None:
-        """Forget the sampler state of ``seq``. Idempotent."""
+        """Forget the sampler state and the host copy of ``seq``. Idempotent."""
         self._sequences.close(seq)
+        if self._spills is not None:
+            self._spills.drop(seq)
+
+    def spill(self, seq: int, blocks: Sequence[int]) -> None:
+        """Copy ``blocks`` to host memory for ``seq``.
+
+        Raises:
+            DeviceError: runner-closed, step-failed. InternalError: as `SpillStore.spill`.
+        """
+        self._alive()
+        with named_failure():
+            self._store().spill(seq, blocks)
+
+    def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
+        """Copy spilled blocks of ``seq`` back.
+
+        Raises:
+            DeviceError: runner-closed, step-failed. InternalError: as `SpillStore.restore`.
+        """
+        self._alive()
+        with named_failure():
+            self._store().restore(seq, places)
+
+    def _store(self) -> SpillStore:
+        assert self._spills is not None
+        return self._spills
 
     # Slots
 
@@ -325,6 +360,8 @@ class Runner:
         self._closed = True
         self._model = None
         self._sequences.clear()
+        if self._spills is not None:
+            self._spills.clear()
         # Last in, first out: queued work ends before the memory it uses is given back, and one
         # failure does not keep the rest.
         with ExitStack() as stack:

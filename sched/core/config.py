@@ -12,6 +12,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
     ``prefix_cache``: keep KV blocks of computed tokens for requests that begin alike (not for
     models with recurrent state, whose KV blocks are not all of their state).
+    ``spill_blocks``: KV blocks of preempted sequences that host memory may hold (0: preempted
+    sequences are recomputed). ``spill_fixed_cost``, ``spill_block_cost``: what spilling a sequence,
+    and each of its blocks, out and back costs, in tokens of recompute.
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image)."""
 
@@ -25,6 +28,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     mixed_step_tokens: int = 128
     watermark_blocks: int = 4
     prefix_cache: bool = True
+    spill_blocks: int = 0
+    spill_fixed_cost: float = 32.0
+    spill_block_cost: float = 1.0
     drain_after_s: float = 0.5
     failure_backoff_s: float = 1.0
     max_names: int = 100_000

@@ -7,7 +7,7 @@ events at the same times give the same effects.
 from __future__ import annotations
 
 from ...errors import InternalError
-from . import adapters, commands, placement, planning, requests
+from . import adapters, commands, placement, planning, requests, spill
 from .config import CoreConfig
 from .effects import Closed, Effect
 from .events import (
@@ -19,6 +19,10 @@ from .events import (
     Event,
     Failure,
     Plan,
+    RestoreDone,
+    RestoreFailed,
+    SpillDone,
+    SpillFailed,
     StageDone,
     StageFailed,
     StepDone,
@@ -50,7 +54,13 @@ class Core:
             log=log,
             slots=SlotTable(config.max_loras, log),
             names=Registry(config.image_cache_bytes, config.max_remembered_generations),
-            memory=KvMemory(config.num_blocks, config.block_size, config.prefix_cache, log),
+            memory=KvMemory(
+                config.num_blocks,
+                config.block_size,
+                config.prefix_cache,
+                config.spill_blocks,
+                log,
+            ),
         )
         self._started = False
 
@@ -96,6 +106,18 @@ class Core:
                 adapters.commit_done(state, event)
             case CommitFailed():
                 adapters.commit_failed(state, event)
+                if event.fatal:
+                    planning.device_dead(state, event.failure)
+            case SpillDone():
+                spill.spill_done(state, event)
+            case SpillFailed():
+                spill.spill_failed(state, event)
+                if event.fatal:
+                    planning.device_dead(state, event.failure)
+            case RestoreDone():
+                spill.restore_done(state, event)
+            case RestoreFailed():
+                spill.restore_failed(state, event)
                 if event.fatal:
                     planning.device_dead(state, event.failure)
             case CancelCommand():
@@ -161,7 +183,8 @@ class Core:
                 leases.setdefault(seq.slot, set()).add(seq.id)
         state.slots.check(leases)
         waiting = state.lanes.check()
-        if waiting != sum(s.state is SeqState.WAITING for s in state.seqs.values()):
+        waits = (SeqState.WAITING, SeqState.SPILLED)
+        if waiting != sum(s.state in waits for s in state.seqs.values()):
             raise InternalError("lanes and waiting sequences disagree", subject="lanes")
         followers = [f for s in state.seqs.values() for f in s.followers]
         if len(state.running) + waiting + len(followers) != len(state.seqs):

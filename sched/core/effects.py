@@ -1,7 +1,7 @@
 """What the core wants done: every output, as frozen data. The shell carries them out in order.
 
-``RunStep``, ``Commit``, ``Retire`` and ``CloseSequence`` go to the device thread's one queue in the
-order given: a commit between two steps is the barrier.
+``RunStep``, ``Spill``, ``Restore``, ``Commit``, ``Retire`` and ``CloseSequence`` go to the device
+thread's one queue in the order given: a commit between two steps is the barrier.
 """
 
 from __future__ import annotations
@@ -37,9 +37,25 @@ class OpenSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CloseSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The sequence has left the device for good: free its sampler state."""
+    """The sequence has left the device for good: free its sampler state and its host copy."""
 
     seq: int
+
+
+class Spill(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy ``blocks``, in order, to host memory kept for ``seq``. They may be written by any job
+    queued after this one."""
+
+    seq: int
+    blocks: tuple[int, ...]
+
+
+class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy the ``i``-th spilled block of ``seq`` into ``block``, for each ``(i, block)``, and free
+    the host's copy."""
+
+    seq: int
+    places: tuple[tuple[int, int], ...]
 
 
 class Token(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -124,6 +140,8 @@ Effect = (
     RunStep
     | OpenSequence
     | CloseSequence
+    | Spill
+    | Restore
     | Token
     | Ended
     | StartStage

@@ -79,6 +79,34 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fatal: bool
 
 
+class SpillDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sequence's blocks are in host memory."""
+
+    seq: int
+
+
+class SpillFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The copy to host memory failed; nothing is kept of it. ``fatal``: the device is dead."""
+
+    seq: int
+    failure: Failure
+    fatal: bool = False
+
+
+class RestoreDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sequence's blocks are back; the host's copy is gone."""
+
+    seq: int
+
+
+class RestoreFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The copy back failed, and the host's copy is gone. ``fatal``: the device is dead."""
+
+    seq: int
+    failure: Failure
+    fatal: bool = False
+
+
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Bring a new name into a slot from ``source`` (an id the shell knows)."""
 
@@ -210,6 +238,10 @@ Event = (
     | Plan
     | StepDone
     | StepFailed
+    | SpillDone
+    | SpillFailed
+    | RestoreDone
+    | RestoreFailed
     | Command
     | CancelCommand
     | StageDone

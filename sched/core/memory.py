@@ -1,14 +1,15 @@
 """KV memory as sequences see it: blocks of their own, and blocks shared by the prefix cache.
 
-Owns the block pool and the prefix cache. A block a sequence shares is a node it leases; any other
-block in its table is its own. Invariant: own blocks, nodes and free blocks are all there is, each
-in one place.
+Owns the block pool, the prefix cache and the count of host memory. A block a sequence shares is a
+node it leases; any other block in its table is its own. Invariant: own blocks, nodes and free
+blocks are all there is, each in one place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...errors import InternalError
 from .blocks import BlockPool
 from .prefix import Node, PrefixCache
 from .sequences import Sequence
@@ -16,12 +17,15 @@ from .story import Log
 
 
 class KvMemory:
-    """``total`` blocks of ``size`` tokens; ``cached`` false: no block outlives its sequence."""
+    """``total`` blocks of ``size`` tokens; ``cached`` false: no block outlives its sequence.
+    ``host``: blocks of preempted sequences that host memory may hold."""
 
-    def __init__(self, total: int, size: int, cached: bool, log: Log) -> None:
+    def __init__(self, total: int, size: int, cached: bool, host: int, log: Log) -> None:
         self.blocks = BlockPool(total, log)
         self.prefix = PrefixCache(self.blocks, size, log, cached)
         self.size = size
+        self.host_total = host
+        self.host_used = 0
 
     @property
     def available(self) -> int:
@@ -38,6 +42,22 @@ class KvMemory:
         seq.nodes = found
         seq.blocks = [node.block for node in found]
         seq.computed = len(found) * self.size
+
+    @property
+    def host_free(self) -> int:
+        return self.host_total - self.host_used
+
+    def hold_host(self, seq: Sequence) -> int:
+        """Room in host memory for what ``seq`` has computed; returns the blocks."""
+        count = self.need(seq.computed)
+        seq.host_tokens = seq.computed
+        self.host_used += count
+        return count
+
+    def forget_host(self, seq: Sequence) -> None:
+        """Nothing of ``seq`` is in host memory any more."""
+        self.host_used -= self.need(seq.host_tokens)
+        seq.host_tokens = 0
 
     def missing(self, seq: Sequence, tokens: int) -> int:
         """Blocks ``seq`` lacks to hold ``tokens`` tokens, beyond those that can be had."""
@@ -72,11 +92,15 @@ class KvMemory:
         """Conservation: own blocks and nodes are exactly the held blocks, each once."""
         leases: dict[Node, set[int]] = {}
         held: list[int] = []
+        host = 0
         for seq in seqs:
+            host += self.need(seq.host_tokens)
             for node in seq.nodes:
                 leases.setdefault(node, set()).add(seq.id)
             held += own_blocks(seq)
         self.blocks.check(held + self.prefix.check(leases))
+        if host != self.host_used or host > self.host_total:
+            raise InternalError("host blocks and holders disagree", subject="host memory")
 
 
 def own_blocks(seq: Sequence) -> list[int]:

@@ -6,7 +6,7 @@ admission from the lanes, within a token budget that bounds the gap between toke
 
 from __future__ import annotations
 
-from . import adapters, samples
+from . import adapters, samples, spill
 from .effects import OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
@@ -34,7 +34,8 @@ def plan(state: State) -> None:
     for seq in [s for s in state.running.values() if s.state is SeqState.PREFILL]:
         if budget <= 0:
             break
-        budget -= _prefill(state, seq, budget, rows)
+        if seq.state is SeqState.PREFILL:  # an earlier row of this step may have preempted it
+            budget -= _prefill(state, seq, budget, rows)
     _admit(state, budget, rows)
     state.slots.offer()
     if not rows:
@@ -94,7 +95,7 @@ def _preemption_victim(state: State, rows: list[Row]) -> Sequence | None:
     planned = {row.seq for row in rows}
     best: Sequence | None = None
     for seq in state.running.values():
-        if seq.id in planned or seq.state is SeqState.CLOSING:
+        if seq.id in planned or seq.state not in (SeqState.PREFILL, SeqState.DECODE):
             continue
         if best is None or seq.priority >= best.priority:
             best = seq
@@ -102,13 +103,16 @@ def _preemption_victim(state: State, rows: list[Row]) -> Sequence | None:
 
 
 def _preempt(state: State, seq: Sequence) -> None:
-    """Back to waiting, to be recomputed later as far as the prefix cache has lost its blocks by
-    then. Its lease is kept: the version must not change."""
+    """Back to waiting: copied to host memory, or to be recomputed later as far as the prefix cache
+    has lost its blocks by then. Its lease is kept: the version must not change."""
+    state.counters.preempted += 1
+    if spill.is_cheaper(state, seq):
+        spill.begin(state, seq)
+        return
     seq.move(SeqEvent.PREEMPT, state.log)
     state.memory.give_back(seq)
     del state.running[seq.id]
     state.lanes.add(seq, front=True)
-    state.counters.preempted += 1
 
 
 def _admit(state: State, budget: int, rows: list[Row]) -> None:
@@ -128,8 +132,8 @@ def _admit(state: State, budget: int, rows: list[Row]) -> None:
                 return
             _start(state, seq, found)
             state.lanes.took_turn(lane)
-            used = _prefill(state, seq, budget, rows)
-            budget -= used
+            if seq.state is SeqState.PREFILL:
+                budget -= _prefill(state, seq, budget, rows)
             progress = True
 
 
@@ -165,6 +169,9 @@ def _identity(state: State, seq: Sequence) -> int:
 
 def _start(state: State, seq: Sequence, found: list[Node]) -> None:
     state.lanes.remove(seq)
+    if seq.state is SeqState.SPILLED:
+        spill.restore(state, seq, found)
+        return
     if not seq.leased:
         version = None if seq.adapter is None else state.names.names[seq.adapter].current
         assert version is not None or seq.adapter is None

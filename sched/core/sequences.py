@@ -33,6 +33,7 @@ class Sequence:
     slot: int = -1
     leased: bool = False
     adapter_id: int = 0
+    host_tokens: int = 0  #: of its tokens whose KV is in host memory, or on its way there or back
     leader: Sequence | None = None  #: of the samples of its prompt, while this one follows
     followers: list[Sequence] = field(default_factory=list)
     admitted: bool = False  #: has been on the device at least once

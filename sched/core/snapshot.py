@@ -48,9 +48,10 @@ class AdapterStats(msgspec.Struct, frozen=True):
 class Stats(msgspec.Struct, frozen=True):
     """Counts are of now; totals (``steps`` ... ``base_prefix``) are since the start.
     ``blocks_free``: those that hold nothing; ``blocks_cached``: those of the prefix cache that no
-    sequence reads, which are given up as soon as they are wanted. ``prefix``: of all requests,
-    ``base_prefix``: of those without an adapter. ``dead``: why nothing is served any more, once the
-    device is dead."""
+    sequence reads, which are given up as soon as they are wanted. ``spill_blocks_used``: of
+    preempted sequences, in host memory. ``spilled``: those of ``preempted`` that were copied there.
+    ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``dead``: why nothing
+    is served any more, once the device is dead."""
 
     slots: tuple[SlotStats, ...]
     adapters: tuple[AdapterStats, ...]
@@ -63,6 +64,8 @@ class Stats(msgspec.Struct, frozen=True):
     blocks_free: int
     blocks_cached: int
     blocks_total: int
+    spill_blocks_used: int
+    spill_blocks_total: int
     image_bytes: int
     steps: int
     tokens: int
@@ -70,6 +73,7 @@ class Stats(msgspec.Struct, frozen=True):
     submitted: int
     ended: int
     preempted: int
+    spilled: int
     commits: int
     evicted: int
     drained: int
@@ -133,6 +137,8 @@ def snapshot(state: State) -> Stats:
         blocks_free=state.memory.blocks.free,
         blocks_cached=state.memory.prefix.idle,
         blocks_total=state.memory.blocks.total,
+        spill_blocks_used=state.memory.host_used,
+        spill_blocks_total=state.memory.host_total,
         image_bytes=state.names.image_bytes,
         steps=c.steps,
         tokens=c.tokens,
@@ -140,6 +146,7 @@ def snapshot(state: State) -> Stats:
         submitted=c.submitted,
         ended=c.ended,
         preempted=c.preempted,
+        spilled=c.spilled,
         commits=c.commits,
         evicted=c.evicted,
         drained=c.drained,

@@ -57,6 +57,7 @@ class Counters:
     submitted: int = 0
     ended: int = 0
     preempted: int = 0
+    spilled: int = 0
     commits: int = 0
     evicted: int = 0
     drained: int = 0
@@ -141,7 +142,7 @@ class State:
         self.out.append(Ended(seq.id, reason, seq.adapter_id, failure))
         self.counters.ended += 1
         self.log.add(f"seq {seq.id}", f"ended: {reason}{f' {failure.code}' if failure else ''}")
-        if seq.state is SeqState.WAITING:
+        if seq.state in (SeqState.WAITING, SeqState.SPILLED):
             self.lanes.remove(seq)
         elif seq.state is SeqState.FOLLOWING:
             samples.leave(self, seq)
@@ -164,6 +165,7 @@ class State:
 
     def _leave(self, seq: Sequence) -> None:
         self.memory.give_back(seq)
+        self.memory.forget_host(seq)
         self.give_lease_back(seq)
         self.running.pop(seq.id, None)
         del self.seqs[seq.id]

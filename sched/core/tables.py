@@ -56,7 +56,10 @@ class SeqState(_Fast):
     FOLLOWING = "FOLLOWING"  #: another sample of its prompt computes that first
     PREFILL = "PREFILL"  #: admitted; some of its tokens are not in KV yet
     DECODE = "DECODE"  #: one new token a step
-    CLOSING = "CLOSING"  #: ended for its caller; the step that reads its blocks is in flight
+    SPILLING = "SPILLING"  #: preempted; its blocks are being copied to host memory
+    SPILLED = "SPILLED"  #: waits, with its blocks in host memory
+    RESTORING = "RESTORING"  #: admitted; its blocks are being copied back
+    CLOSING = "CLOSING"  #: ended for its caller; a step or copy it is part of is in flight
     ENDED = "ENDED"
 
 
@@ -67,9 +70,14 @@ class SeqEvent(_Fast):
     CHUNK = "chunk"  #: a prefill chunk ran, more to come
     SAMPLED = "sampled"
     PREEMPT = "preempt"
-    END = "end"  #: ends with no step in flight
+    SPILL = "spill"
+    SPILLED = "spilled"
+    RESTORE = "restore"
+    RESTORED = "restored"
+    COPY_FAILED = "copy_failed"
+    END = "end"  #: ends with nothing in flight
     END_IN_FLIGHT = "end_in_flight"
-    SETTLED = "settled"  #: the step in flight is over
+    SETTLED = "settled"  #: what was in flight is over
 
 
 SEQ_TABLE: dict[tuple[SeqState, SeqEvent], SeqState] = {
@@ -87,5 +95,15 @@ SEQ_TABLE: dict[tuple[SeqState, SeqEvent], SeqState] = {
     (SeqState.DECODE, SeqEvent.PREEMPT): SeqState.WAITING,
     (SeqState.DECODE, SeqEvent.END): SeqState.ENDED,
     (SeqState.DECODE, SeqEvent.END_IN_FLIGHT): SeqState.CLOSING,
+    (SeqState.PREFILL, SeqEvent.SPILL): SeqState.SPILLING,
+    (SeqState.DECODE, SeqEvent.SPILL): SeqState.SPILLING,
+    (SeqState.SPILLING, SeqEvent.SPILLED): SeqState.SPILLED,
+    (SeqState.SPILLING, SeqEvent.COPY_FAILED): SeqState.WAITING,
+    (SeqState.SPILLING, SeqEvent.END_IN_FLIGHT): SeqState.CLOSING,
+    (SeqState.SPILLED, SeqEvent.RESTORE): SeqState.RESTORING,
+    (SeqState.SPILLED, SeqEvent.END): SeqState.ENDED,
+    (SeqState.RESTORING, SeqEvent.RESTORED): SeqState.PREFILL,
+    (SeqState.RESTORING, SeqEvent.COPY_FAILED): SeqState.WAITING,
+    (SeqState.RESTORING, SeqEvent.END_IN_FLIGHT): SeqState.CLOSING,
     (SeqState.CLOSING, SeqEvent.SETTLED): SeqState.ENDED,
 }

@@ -92,6 +92,8 @@ HELP: dict[str, str] = {
     "max_step_tokens": "tokens of one step when nothing decodes",
     "mixed_step_tokens": "tokens of one step when something decodes; bounds the gap between tokens",
     "prefix_cache": "whether requests that begin alike share KV memory (true or false)",
+    "spill_bytes": "host memory for KV memory of preempted requests (0: they are recomputed)",
+    "spill_bytes_per_token": "KV bytes copied out and back in the time to recompute one token",
     "drain_after_s": "seconds an adapter waits for a slot before a busy one is drained",
     "image_cache_bytes": "host memory for staged adapters",
     "stage_workers": "adapters staged at once",

@@ -65,7 +65,8 @@ class SimSource(msgspec.Struct, frozen=True):
 
 class SimFaults(msgspec.Struct):
     """What goes wrong: called before each job with its kind (``step``, ``row``, ``commit``,
-    ``retire``, ``open``); an error returned is raised (``row``: the first row's own error)."""
+    ``retire``, ``spill``, ``restore``); an error returned is raised (``row``: the first row's own
+    error)."""
 
     before: Callable[[str], RotaError | None] = lambda kind: None
 
@@ -92,6 +93,8 @@ class SimExecutor:
     ) -> None:
         self.contents: list[str | None] = [None] * slots
         self.open: set[int] = set()
+        #: Per sequence, what each of its blocks in host memory holds.
+        self.spilled: dict[int, list[Any]] = {}
         self.faults = faults or SimFaults()
         self.kv = kv
         self.block_size = block_size
@@ -112,6 +115,7 @@ class SimExecutor:
 
     def close_sequence(self, seq: int) -> None:
         self.open.remove(seq)
+        self.spilled.pop(seq, None)
         if self.kv is not None:
             self.kv.close(seq)
 
@@ -136,6 +140,20 @@ class SimExecutor:
             error = bad if not outputs else None
             outputs.append(SimOutput(row.seq, -1 if error else token, error=error))
         return outputs
+
+    def spill(self, seq: int, blocks: Sequence[int]) -> None:
+        self._maybe_fail("spill")
+        if seq not in self.open or seq in self.spilled:
+            raise DeviceError("spilled wrongly", code="sim-spill", subject=f"seq {seq}")
+        self.spilled[seq] = list(blocks) if self.kv is None else self.kv.contents(blocks)
+
+    def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
+        held = self.spilled.pop(seq, None)
+        self._maybe_fail("restore")
+        if held is None or any(index >= len(held) for index, _ in places):
+            raise DeviceError("restored wrongly", code="sim-spill", subject=f"seq {seq}")
+        if self.kv is not None:
+            self.kv.put({block: held[index] for index, block in places})
 
     def commit(self, slot: int, image: SimImage) -> None:
         self.contents[slot] = None

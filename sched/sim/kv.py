@@ -7,7 +7,7 @@ a run before a preemption. Blocks shared on purpose (equal tokens, equal version
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...errors import DeviceError
 
@@ -17,7 +17,7 @@ class SimKV:
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._blocks: dict[int, int] = {}
+        self._blocks: dict[int, int | None] = {}
         self._tokens: dict[int, list[int]] = {}
         #: Fingerprint of (version, first p tokens), for p = 0, 1, ... per sequence.
         self._prints: dict[int, list[int]] = {}
@@ -55,6 +55,14 @@ class SimKV:
                 )
         for index in range(start // size, -(-end // size)):
             self._blocks[blocks[index]] = prints[min((index + 1) * size, end)]
+
+    def contents(self, blocks: Sequence[int]) -> list[int | None]:
+        """What each block holds."""
+        return [self._blocks.get(block) for block in blocks]
+
+    def put(self, contents: Mapping[int, int | None]) -> None:
+        """Copied into the blocks as it was elsewhere."""
+        self._blocks.update(contents)
 
     def sampled(self, seq: int, token: int) -> None:
         self._tokens[seq].append(token)

@@ -16,6 +16,7 @@ from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.snapshot import Stats
+from .copies import Copies
 
 _PLACING = re.compile(r"(\S+) job (\d+) \w+: staged -> PLACING")
 _CHOSEN = re.compile(r"(\S+) job (\d+) \w+: chosen -> COMMITTING")
@@ -80,6 +81,7 @@ class Ledger:
         self.dropped: set[int] = set()
         self.commit_times: list[float] = []
         self.pin_times: list[float] = []
+        self.copies = Copies(self.config, self.need)
         self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
         self.waiting: dict[tuple[int, str | None], set[int]] = {}
@@ -110,6 +112,7 @@ class Ledger:
         self._done = None
 
     def _event(self, event: ev.Event) -> None:
+        self.copies.event(event)
         match event:
             case ev.Submit():
                 adapter = self.default if event.use_default else event.adapter
@@ -195,8 +198,17 @@ class Ledger:
                 in_step = self.step is not None and any(r.seq == seq for r in self.step.rows)
                 self.need(not in_step, "quiescence", f"seq {seq} closed under its own step")
                 req.closed, req.left = True, self.now
+                self.copies.closed(seq)
                 for users in self.users.values():
                     users.discard(seq)
+            case fx.Spill(seq):
+                in_step = self.step is not None and any(r.seq == seq for r in self.step.rows)
+                self.copies.spill(effect, self.reqs[seq].computed, in_step)
+            case fx.Restore(seq):
+                self.copies.restore(effect)
+                self.reqs[seq].decoding = False  # its next row ends a prefill
+                if self.reqs[seq].adapter is None:
+                    self._base_had_turn(self.reqs[seq])
             case fx.Commit():
                 self._commit(effect)
             case fx.Retire(slot):
@@ -292,6 +304,7 @@ class Ledger:
             self.broken("lease", f"seq {row.seq} runs, but is not open")
             return
         who = f"seq {row.seq}"
+        self.need(not self.copies.away(row.seq), "quiescence", f"{who} runs, but is spilled")
         if req.first is None:
             req.first, req.hit = self.now, row.start
             req.slot, req.ident = row.slot, row.adapter_id
@@ -326,10 +339,13 @@ class Ledger:
         )
         if req.adapter is None and req.computed and (row.start != req.computed or req.absent):
             # A preempted base sequence (may have) come back: base had its turn in this step.
-            self.base_passed[req.priority] = {}
-            self._passed_twice.pop(req.priority, None)
+            self._base_had_turn(req)
         req.decoding = row.sample
         req.computed = row.start + len(row.tokens)
+
+    def _base_had_turn(self, req: _Req) -> None:
+        self.base_passed[req.priority] = {}
+        self._passed_twice.pop(req.priority, None)
 
     def _token(self, effect: fx.Token) -> None:
         req = self.reqs.get(effect.seq)
@@ -390,6 +406,7 @@ class Ledger:
 
     def at_rest(self, stats: Stats, held_images: set[int], held_sources: set[int]) -> None:
         """Nothing runs: nothing may be held."""
+        self.need(not self.copies.held and not stats.spill_blocks_used, "leak", "host memory")
         kept = stats.blocks_free + stats.blocks_cached
         self.need(kept == stats.blocks_total, "leak", "blocks")
         self.need(self.config.prefix_cache or not stats.blocks_cached, "leak", "cached blocks")

@@ -14,7 +14,7 @@ import msgspec
 from ..core import CoreConfig
 
 Leave = Literal["", "cancel", "scope", "drop", "stop"]
-FaultKind = Literal["step", "row", "commit", "retire"]
+FaultKind = Literal["step", "row", "commit", "retire", "spill", "restore"]
 
 
 class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -141,6 +141,9 @@ class _Maker:
             mixed_step_tokens=rng.choice([8, 32, 64]),
             watermark_blocks=0 if tight else rng.choice([0, 2, 4]),
             prefix_cache=rng.random() < 0.9,
+            spill_blocks=rng.choice([0, 6, 40]),
+            spill_fixed_cost=rng.choice([0.0, 32.0]),
+            spill_block_cost=rng.choice([0.0, 4.0]),
             drain_after_s=rng.choice([0.0, 0.1, 0.5]),
             failure_backoff_s=rng.choice([0.05, 1.0]),
             max_jobs_per_name=rng.choice([2, 8]),
@@ -261,6 +264,9 @@ class _Maker:
             for _ in range(rng.choice([1, 3, 6])):
                 kind = rng.choice(_FAULT_KINDS)
                 self.faults.append(Fault(kind, rng.randrange(40 if kind in ("step", "row") else 8)))
+        if profile == "pressure" and rng.random() < 0.3:
+            for _ in range(3):
+                self.faults.append(Fault(rng.choice(["spill", "restore"]), rng.randrange(4)))
         if profile == "fatal":
             kind = rng.choice((_FAULT_KINDS[0], _FAULT_KINDS[-1]))
             nth = rng.randrange(60 if kind == "step" else 6)

@@ -137,6 +137,8 @@ class SimWorld:
         if job.func == self.executor.step:
             rows = job.args[0]
             return s.step_s + s.row_s * len(rows) + s.token_s * sum(len(r.tokens) for r in rows)
+        if job.func in (self.executor.spill, self.executor.restore):
+            return s.commit_s / 2
         return s.commit_s if job.func == self.executor.commit else 1e-5
 
     def _observe(self, event: ev.Event, effects: list[fx.Effect], now: float) -> None:
@@ -225,6 +227,7 @@ class SimWorld:
             return
         ledger.need(ledger.closed, "close", "no Closed effect")
         ledger.need(not self.executor.open, "leak", "sequences open on the device")
+        ledger.need(not self.executor.spilled, "leak", "sequences in host memory")
         ledger.need(not (shell._streams or shell._pending), "leak", "streams or commands")
         ledger.need(not shell._openings, "leak", "openings")
         stats = self.core.stats()

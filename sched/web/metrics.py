@@ -137,6 +137,11 @@ class _Snapshot:
             "KV blocks that hold a prefix no request reads now; given up when wanted.",
             s.blocks_cached,
         )
+        yield _gauge(
+            "rota_kv_blocks_spilled",
+            "KV blocks of preempted requests in host memory.",
+            s.spill_blocks_used,
+        )
         yield _gauge("rota_kv_blocks_total", "KV blocks.", s.blocks_total)
 
     def _slots(self) -> Iterator[Metric]:
@@ -205,6 +210,7 @@ class _Snapshot:
             ("rota_requests_submitted", "Requests taken or refused.", s.submitted),
             ("rota_requests_ended", "Requests that ended.", s.ended),
             ("rota_preemptions", "Sequences preempted for KV memory.", s.preempted),
+            ("rota_spills", "Preempted sequences copied to host memory.", s.spilled),
             ("rota_commits", "Slot images written.", s.commits),
             ("rota_stages", "Adapters staged.", s.stages),
             ("rota_stage_failures", "Stagings that failed.", s.stage_failures),

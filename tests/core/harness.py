@@ -37,6 +37,7 @@ class World:
         self.replies: dict[int, fx.Reply] = {}
         self.closed = False
         self.open: set[int] = set()
+        self.host: dict[int, int] = {}
         self.images: dict[int, str] = {}
         self.dropped_sources: set[int] = set()
         self.ids = 1000
@@ -50,7 +51,14 @@ class World:
 
     def _take(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.RunStep() | fx.Commit() | fx.Retire() | fx.CloseSequence():
+            case (
+                fx.RunStep()
+                | fx.Spill()
+                | fx.Restore()
+                | fx.Commit()
+                | fx.Retire()
+                | fx.CloseSequence()
+            ):
                 self.device.append(effect)
             case fx.OpenSequence(seq):
                 assert seq not in self.open
@@ -124,10 +132,26 @@ class World:
                     return True
                 self.slot_id[slot] = ident
                 self.send(ev.CommitDone(commit))
+            case fx.Spill(seq, blocks):
+                if fail:
+                    self.send(ev.SpillFailed(seq, failure, fatal))
+                    return True
+                assert seq in self.open and seq not in self.host
+                self.host[seq] = len(blocks)
+                assert sum(self.host.values()) <= self.config.spill_blocks
+                self.send(ev.SpillDone(seq))
+            case fx.Restore(seq, places):
+                count = self.host.pop(seq)
+                if fail:
+                    self.send(ev.RestoreFailed(seq, failure, fatal))
+                    return True
+                assert [i for i, _ in places] == list(range(count - len(places), count))
+                self.send(ev.RestoreDone(seq))
             case fx.Retire(slot):
                 self.slot_id[slot] = 0
             case fx.CloseSequence(seq):
                 self.open.remove(seq)
+                self.host.pop(seq, None)
         return True
 
     def run_stage(self, stage: int | None = None, *, fail: str | None = None) -> bool:

@@ -30,6 +30,8 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
         max_step_tokens=rng.choice([8, 32, 128]),
         mixed_step_tokens=rng.choice([4, 16, 64]),
         watermark_blocks=rng.choice([0, 2]),
+        spill_blocks=rng.choice([0, 3, 20]),
+        spill_fixed_cost=rng.choice([0.0, 16.0]),
         drain_after_s=rng.choice([0.0, 0.5, 5.0]),
         image_cache_bytes=rng.choice([0, 150, 100_000]),
         max_waiting=30,
@@ -111,6 +113,7 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
     world.settle()
     assert world.closed
     assert set(world.ended) == set(prompts)
+    assert not world.host
     assert not world.open and not world.device and not world.staging
     stats = world.core.stats()
     assert stats.blocks_free == stats.blocks_total

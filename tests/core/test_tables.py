@@ -27,7 +27,7 @@ def test_every_state_is_reached_and_left() -> None:
 
 def test_an_absent_pair_is_an_error_with_the_story() -> None:
     log = Log(16)
-    seq = Sequence.of(Submit(7, (1, 2), None, False, 4), None, 16)
+    seq = Sequence.of(Submit(7, (1, 2), None, False, 4), 7, None, 16)
     seq.move(SeqEvent.ADMIT, log)
     with pytest.raises(InternalError) as caught:
         seq.move(SeqEvent.ADMIT, log)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rota.sched.core import adapters, commands, placement, planning, registry
+from rota.sched.core import adapters, commands, placement, planning, registry, spill
 from rota.sched.core import events as ev
 from rota.sched.core.core import Core
-from rota.sched.core.effects import Ended, Retire
+from rota.sched.core.effects import Ended, Restore, Retire, Spill
 from rota.sched.core.identity import adapter_id
 from rota.sched.core.lanes import Lanes
 from rota.sched.core.memory import KvMemory
@@ -22,7 +22,7 @@ from rota.sched.core.prefix import PrefixCache
 from rota.sched.core.registry import Registry
 from rota.sched.core.slots import SlotTable
 from rota.sched.core.state import State
-from rota.sched.core.tables import SlotState
+from rota.sched.core.tables import SeqState, SlotState
 from rota.sched.sim.run import report
 from rota.sched.sim.scenario import scenario_of
 from rota.sched.sim.world import run_scenario
@@ -326,6 +326,62 @@ def samples_lease_one_by_one(patch: Patch) -> None:
     patch.setattr(State, "lease", lease)
 
 
+def spilled_blocks_come_back_in_other_places(patch: Patch) -> None:
+    real = spill.restore
+
+    def restore(state: State, seq: Any, found: Any) -> None:
+        real(state, seq, found)
+        effect = state.out.pop()
+        assert isinstance(effect, Restore)
+        indexes = [i for i, _ in effect.places]
+        blocks = reversed([b for _, b in effect.places])
+        state.out.append(Restore(seq.id, tuple(zip(indexes, blocks, strict=True))))
+
+    patch.setattr(spill, "restore", restore)
+
+
+def the_last_block_is_not_spilled(patch: Patch) -> None:
+    real = spill.begin
+
+    def begin(state: State, seq: Any) -> None:
+        real(state, seq)
+        state.out = [Spill(e.seq, e.blocks[:-1]) if isinstance(e, Spill) else e for e in state.out]
+
+    patch.setattr(spill, "begin", begin)
+
+
+def runs_before_it_is_restored(patch: Patch) -> None:
+    real = spill.restore
+
+    def restore(state: State, seq: Any, found: Any) -> None:
+        real(state, seq, found)
+        seq.state, seq.in_flight = SeqState.PREFILL, False
+        seq.computed = seq.host_tokens
+
+    patch.setattr(spill, "restore", restore)
+
+
+def a_failed_restore_counts_as_done(patch: Patch) -> None:
+    def failed(state: State, event: ev.RestoreFailed) -> None:
+        spill.restore_done(state, ev.RestoreDone(event.seq))
+
+    patch.setattr("rota.sched.core.core.spill.restore_failed", failed)
+
+
+def host_memory_without_end(patch: Patch) -> None:
+    patch.setattr(KvMemory, "host_free", property(lambda self: 1 << 30))
+
+
+def spilled_lease_given_back(patch: Patch) -> None:
+    real = spill.begin
+
+    def begin(state: State, seq: Any) -> None:
+        real(state, seq)
+        state.give_lease_back(seq)
+
+    patch.setattr(spill, "begin", begin)
+
+
 MUTATIONS: list[Callable[[Patch], None]] = [
     one_release_frees_all,
     busy_slots_are_victims,
@@ -354,6 +410,12 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     leased_nodes_freed,
     last_token_read_from_the_cache,
     samples_lease_one_by_one,
+    spilled_blocks_come_back_in_other_places,
+    the_last_block_is_not_spilled,
+    runs_before_it_is_restored,
+    a_failed_restore_counts_as_done,
+    host_memory_without_end,
+    spilled_lease_given_back,
 ]
 
 
