@@ -1,0 +1,81 @@
+"""The zoo's folders, and one runner per checkpoint and dtype with room for all it can serve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rota.gpu.host import HostDevice
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import StagedAdapter, stage
+from rota.gpu.model.runner import RowInput, Runner
+
+ZOO = Path(__file__).resolve().parent
+SLOTS = 40
+
+
+class Keeper:
+    """A runner over one checkpoint, and PEFT's answers."""
+
+    def __init__(self, family: str, dtype: str, data_dir: Path) -> None:
+        self.folder = ZOO / family
+        self.runner = Runner.load(
+            data_dir / "oracle" / family / "base",
+            HostDevice(checked=True),
+            dtype=dtype,
+            max_loras=SLOTS,
+            max_lora_rank=16,
+            overlay_rows=128,
+            num_blocks=SLOTS + 1,
+            max_step_tokens=512,
+            max_sequences=SLOTS + 1,
+        )
+        self.prompt = json.loads((self.folder / "zoo.json").read_text())["prompt"]
+        self._tag = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        self._answers = load_file(self.folder / "answers.safetensors")
+        self._seen: list[torch.Tensor] = []
+        self.runner.logits_sink = lambda seqs, logits: self._seen.append(logits.clone())
+
+    def stage(self, name: str) -> StagedAdapter:
+        source = DirectorySource(self.folder / name)
+        return stage(source, self.runner.layout, base_rows=self.runner.base_rows)
+
+    def answer(self, name: str) -> torch.Tensor:
+        """PEFT's logits of the last positions: float32 ``[n, vocab]``."""
+        return self._answers[f"{name}.{self._tag}"].float()
+
+    def logits(self, slots: Sequence[int]) -> torch.Tensor:
+        """Logits of the last positions of the prompt, one row a slot: ``[rows, n, vocab]``."""
+        last = len(self.answer("base"))
+        start = len(self.prompt) - last + 1
+        pieces = [(0, self.prompt[:start])]
+        pieces += [(at, [self.prompt[at]]) for at in range(start, len(self.prompt))]
+        found = []
+        for at, tokens in pieces:
+            rows = [
+                RowInput(seq, slot, at, tuple(tokens), (seq,), True)
+                for seq, slot in enumerate(slots)
+            ]
+            self._seen.clear()
+            self.runner.step(rows)
+            found.append(self._seen[0].float())
+        return torch.stack(found, 1)
+
+
+@pytest.fixture(scope="package")
+def keeper(data_dir: Path) -> Iterator[Callable[[str, str], Keeper]]:
+    made: dict[tuple[str, str], Keeper] = {}
+
+    def get(family: str, dtype: str) -> Keeper:
+        if (family, dtype) not in made:
+            made[family, dtype] = Keeper(family, dtype, data_dir)
+        return made[family, dtype]
+
+    yield get
+    for one in made.values():
+        one.runner.close()

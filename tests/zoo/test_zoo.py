@@ -1,0 +1,116 @@
+"""Every adapter of the zoo: refused under its code, or served as PEFT answers, alone and mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rota.errors import RejectError
+from rota.gpu.lora.layout import SlotLayout
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import stage
+from rota.gpu.model.config import load_config
+
+ZOO = Path(__file__).resolve().parent
+DTYPES = ["float32", "bfloat16"]
+FAMILIES = ["llama", "qwen2"]
+FP32_RELATIVE = 1e-4
+BF16_RMS = 0.05
+NEAR_TIE = 0.02
+
+
+def entries() -> list[tuple[str, str, dict[str, Any]]]:
+    found = []
+    for manifest in sorted(ZOO.glob("*/zoo.json")):
+        listed = json.loads(manifest.read_text())["adapters"]
+        found += [(manifest.parent.name, name, facts) for name, facts in sorted(listed.items())]
+    return found
+
+
+ALL = entries()
+ACCEPTED = [(family, name) for family, name, facts in ALL if "refused" not in facts]
+REFUSED = [(family, name, facts["refused"]) for family, name, facts in ALL if "refused" in facts]
+
+
+def oracle_of(family: str, name: str) -> str:
+    facts = next(f for fam, n, f in ALL if (fam, n) == (family, name))
+    return facts.get("same_as", name)
+
+
+class NoBiases:
+    """Stands for a base: the refusals of the zoo need none of its values but these."""
+
+    def bias(self, layer: int, module: Any) -> Any:
+        return np.zeros(1, np.float32)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
+    if dtype == "float32":
+        bound = FP32_RELATIVE * float(expected.abs().max())
+        assert float((found - expected).abs().max()) < bound
+        return
+    error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert float(error) < BF16_RMS
+    # The token PEFT would choose, or one it holds for as good as equal.
+    chosen = expected.gather(-1, found.argmax(-1, keepdim=True)).squeeze(-1)
+    assert bool((chosen >= expected.amax(-1) - NEAR_TIE * expected.abs().max()).all())
+
+
+def test_every_folder_is_listed() -> None:
+    listed = {(family, name) for family, name, _ in ALL}
+    there = {(path.parent.name, path.name) for path in ZOO.glob("*/*") if path.is_dir()}
+    assert there == listed and len(ACCEPTED) >= 40 and len(REFUSED) >= 30
+
+
+@pytest.mark.parametrize(("family", "name", "code"), REFUSED)
+def test_refused_by_name(data_dir: Path, family: str, name: str, code: str) -> None:
+    base = "llama" if family == "hostile" else family
+    dims = load_config(data_dir / "oracle" / base / "base").to_lora_dims()
+    layout = SlotLayout(dims, 16, overlay_rows=128, affine=True)
+    with pytest.raises(RejectError) as caught:
+        stage(DirectorySource(ZOO / family / name), layout, base_rows=NoBiases())
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "name"), ACCEPTED)
+def test_alone_it_answers_as_peft_does(
+    keeper: Callable[..., Any], family: str, name: str, dtype: str
+) -> None:
+    one = keeper(family, dtype)
+    staged = one.stage(name)
+    one.runner.commit(3, staged.image)
+    expected = one.answer(oracle_of(family, name))
+    assert float((expected - one.answer("base")).abs().max()) > 0.1
+    check(one.logits([3])[0], expected, dtype)
+    one.runner.retire(3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_at_once_each_answers_as_alone(
+    keeper: Callable[..., Any], family: str, dtype: str
+) -> None:
+    """One batch of every adapter of the family and a base row, in every step."""
+    one = keeper(family, dtype)
+    names = [name for fam, name in ACCEPTED if fam == family]
+    base_alone = one.logits([-1])[0]
+    alone = []
+    for slot, name in enumerate(names):
+        one.runner.commit(slot, one.stage(name).image)
+        alone.append(one.logits([slot])[0])
+    order = [*range(len(names)), -1]
+    together = one.logits(order)
+    for row, name in enumerate(names):
+        assert torch.equal(together[row], alone[row]), name
+        check(together[row], one.answer(oracle_of(family, name)), dtype)
+    assert torch.equal(together[-1], base_alone)
+    check(base_alone, one.answer("base"), dtype)
+    for slot in range(len(names)):
+        one.runner.retire(slot)

@@ -1,0 +1,148 @@
+"""Writes adapters of the zoo with PEFT, and remembers PEFT's answers; used by make_zoo.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).resolve().parent
+BASES = HERE.parent / "data" / "oracle"
+PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 5, 38]
+LAST = 3
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def base(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(BASES / family / "base", dtype=dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: Any, name: str) -> None:
+    """Values for everything an adapter trains, none at its usual start; BF16 holds them exactly."""
+    for key, value in sorted(model.named_parameters()):
+        if not value.requires_grad:
+            continue
+        seed = int.from_bytes(hashlib.sha256(f"{name} {key}".encode()).digest()[:6], "big")
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+        if "lora_A" in key or "lora_embedding_A" in key:
+            made = noise / value.shape[-1] ** 0.5
+        elif "lora_magnitude" in key:
+            made = value * (1 + 0.25 * noise)
+        elif "lora_B" in key and value.dim() == 1:
+            made = 0.5 * noise
+        elif "lora_" in key:
+            made = noise / 2
+        else:
+            made = value + 0.3 * noise  # biases, token rows, whole matrices
+        value.copy_(made.to(torch.bfloat16))
+
+
+def answers(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([PROMPT])).logits[0, -LAST:].float()
+
+
+class Zoo:
+    """Writes adapters and remembers what is to be said of each."""
+
+    def __init__(self, family: str) -> None:
+        self.family, self.root = family, HERE / family
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.entries: dict[str, dict[str, Any]] = {}
+        for dtype, tag in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
+            self._remember("base", tag, answers(base(family, dtype)))
+
+    def _remember(self, name: str, tag: str, logits: torch.Tensor) -> None:
+        self.tensors[f"{name}.{tag}"] = logits if tag == "f32" else logits.to(torch.bfloat16)
+
+    def settle(self, name: str, **facts: Any) -> Path:
+        """Plain bytes: no machine's paths, no hash order, no card for readers."""
+        folder = self.root / name
+        (folder / "README.md").unlink(missing_ok=True)
+        config = json.loads((folder / CONFIG).read_text())
+        config["base_model_name_or_path"] = f"tiny-{self.family}"
+        for key, value in config.items():
+            if key in ("target_modules", "exclude_modules") and isinstance(value, list):
+                config[key] = sorted(value)
+        (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+        self.entries[name] = facts
+        return folder
+
+    def kind(self, name: str, config: Any, *, refused: str | None = None) -> None:
+        """An adapter PEFT makes: accepted with PEFT's answers, or refused under a code."""
+        torch.manual_seed(0)
+        model = get_peft_model(base(self.family), config)
+        randomise(model, f"{self.family} {name}")
+        model.save_pretrained(self.root / name)
+        folder = self.settle(name, **({"refused": refused} if refused else {}))
+        if refused is None:
+            self.ask(name, folder)
+
+    def ask(self, name: str, folder: Path) -> None:
+        for dtype, tag in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
+            model = PeftModel.from_pretrained(base(self.family, dtype), folder).eval()
+            self._remember(name, tag, answers(model))
+
+    def converted(self, name: str, init: str, **fields: Any) -> None:
+        """An init that changes the base: refused as trained, accepted as PEFT converts it."""
+        torch.manual_seed(0)
+        model = get_peft_model(base(self.family), LoraConfig(init_lora_weights=init, **fields))
+        begin = self.root / "begin"
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(begin)
+        model.peft_config["default"].init_lora_weights = init
+        with torch.no_grad():
+            for key, value in sorted(model.named_parameters()):
+                if value.requires_grad:
+                    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big")
+                    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+                    value.add_(noise, alpha=0.1)
+        truth = answers(model)
+        model.save_pretrained(self.root / f"{name}_unconverted")
+        self.settle(f"{name}_unconverted", refused=init)
+        model.save_pretrained(self.root / name, path_initial_model_for_weight_conversion=str(begin))
+        shutil.rmtree(begin)
+        folder = self.settle(name)
+        self.ask(name, folder)
+        # What is served on the plain base is what was trained on the changed one.
+        torch.testing.assert_close(self.tensors[f"{name}.f32"], truth, atol=2e-3, rtol=0)
+
+    def producer(
+        self,
+        name: str,
+        source: str,
+        rename: Callable[[str], str] = lambda key: key,
+        *,
+        config: dict[str, Any] | None = None,
+        dtype: Callable[[str], torch.dtype] = lambda key: torch.float32,
+        refused: str | None = None,
+    ) -> None:
+        """The delta of ``source`` as another trainer writes it."""
+        folder = self.root / name
+        folder.mkdir(parents=True)
+        tensors = load_file(self.root / source / WEIGHTS)
+        made = {rename(key): value.to(dtype(key)) for key, value in tensors.items()}
+        save_file(made, folder / WEIGHTS, {"format": "pt"})
+        self.rewrite(name, source, config or {})
+        self.settle(name, **({"refused": refused} if refused else {"same_as": source}))
+
+    def rewrite(self, name: str, source: str, fields: dict[str, Any]) -> None:
+        made = json.loads((self.root / source / CONFIG).read_text()) | fields
+        made = {key: value for key, value in made.items() if value is not ...}
+        (self.root / name / CONFIG).write_text(json.dumps(made))
+
+    def finish(self) -> None:
+        save_file(self.tensors, self.root / "answers.safetensors")
+        text = json.dumps({"prompt": PROMPT, "adapters": self.entries}, indent=1, sort_keys=True)
+        (self.root / "zoo.json").write_text(text + "\n")
