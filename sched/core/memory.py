@@ -36,10 +36,20 @@ class KvMemory:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.size)
 
+    def find(self, seq: Sequence, ident: int) -> list[Node]:
+        """The cached prefix of ``seq`` under ``ident``; looked for again only when the cache or the
+        sequence has changed (a long prompt may wait through many steps)."""
+        asked = (self.prefix.version, ident, len(seq.tokens))
+        if seq.sought != asked:
+            seq.sought = asked
+            seq.found = self.prefix.match(ident, seq.tokens)
+        return seq.found
+
     def admit(self, seq: Sequence, found: list[Node]) -> None:
         """``seq`` begins (again) behind the prefix ``found`` for it."""
         self.prefix.lease(found, seq.id)
-        seq.nodes = found
+        seq.nodes = list(found)
+        seq.found, seq.sought = [], None
         seq.blocks = [node.block for node in found]
         seq.computed = len(found) * self.size
 

@@ -152,7 +152,7 @@ def _miss(state: State, lane: Lane, name: str) -> None:
 def _fit(state: State, seq: Sequence) -> list[Node] | None:
     """The cached prefix ``seq`` would begin behind, or ``None`` if there is no memory for it."""
     memory = state.memory
-    found = memory.prefix.match(_identity(state, seq), seq.tokens)
+    found = memory.find(seq, _identity(state, seq))
     # What others lease costs nothing; what nobody does is no longer available to anyone else.
     need = memory.need(len(seq.tokens) + 1) - sum(1 for node in found if node.leases)
     spare = state.config.watermark_blocks if state.running else 0

@@ -43,6 +43,8 @@ class PrefixCache:
         self._roots: dict[int, Node] = {}
         #: Nodes nobody leases, in the order they lost their last lease.
         self._idle: OrderedDict[Node, None] = OrderedDict()
+        #: Changes whenever a node comes or goes: until then, what was found stays what is found.
+        self.version = 0
 
     @property
     def idle(self) -> int:
@@ -87,6 +89,7 @@ class PrefixCache:
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(key, block, parent)
+            self.version += 1
         elif not node.leases:
             del self._idle[node]
         node.leases.add(seq)
@@ -136,6 +139,7 @@ class PrefixCache:
         parent = node.parent
         assert parent is not None
         del self._idle[node], parent.children[node.key]
+        self.version += 1
         node.parent = None
         self._blocks.give_back([node.block])
         if parent.parent is None and not parent.children:

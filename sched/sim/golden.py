@@ -118,6 +118,27 @@ SCENARIOS: dict[str, Scenario] = {
         Ask(0.25, "a", tokens=2),
         max_running=1,
     ),
+    "equal_beginnings_are_computed_once": _scenario(
+        _do(0.0, "load", "a", "A"),
+        Ask(0.1, "a", prompt=40, shared=36, tokens=2),
+        Ask(0.3, "a", prompt=40, shared=36, tokens=2),
+        Ask(0.3, None, prompt=40, shared=36, tokens=2),
+        _do(0.4, "replace", "a", "A2"),
+        Ask(0.6, "a", prompt=40, shared=36, tokens=2),
+    ),
+    "samples_share_their_prompt": _scenario(
+        _do(0.0, "load", "a", "A"),
+        Ask(0.1, "a", prompt=40, tokens=3, samples=3),
+    ),
+    "memory_pressure_spills_and_restores": _scenario(
+        Ask(0.0, None, prompt=28, tokens=8),
+        Ask(0.0, None, prompt=28, tokens=8),
+        num_blocks=5,
+        watermark_blocks=0,
+        prefix_cache=False,
+        spill_blocks=4,
+        spill_fixed_cost=0.0,
+    ),
     "a_dead_device_ends_everything_by_name": _scenario(
         _do(0.0, "load", "a", "A"),
         Ask(0.1, "a", tokens=30),

@@ -265,3 +265,27 @@ def test_more_decode_rows_than_a_mixed_step_holds_do_not_stop_prefill(world: Wor
         w.run_device()
     assert w.core.stats().prefilling == 0 and len(w.output(99)) == 4
     assert min(len(w.output(s)) for s in range(1, 9)) >= 12, "and everyone decoded in every step"
+
+
+def test_a_long_prompt_that_waits_is_looked_up_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = PrefixCache.match
+
+    def match(self: PrefixCache, ident: int, tokens: Any) -> Any:
+        asked.append(len(tokens))
+        return real(self, ident, tokens)
+
+    monkeypatch.setattr(PrefixCache, "match", match)
+    w = world(num_blocks=10, watermark_blocks=0)
+    w.submit(1, n=100, prompt=16)
+    w.send(ev.Plan())
+    w.run_device()
+    w.send(ev.Submit(2, tuple(range(500, 650)), None, False, 4))
+    for _ in range(10):
+        w.send(ev.Plan())
+        w.run_device()
+    assert asked.count(150) == 1
+    w.settle()
+    assert len(w.output(2)) == 4

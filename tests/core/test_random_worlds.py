@@ -48,16 +48,19 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
         action = rng.randrange(18)
         world.now += rng.choice([0.0, 0.0, 0.01, 0.3])
         if action <= 4:
-            seq += 1
-            prompts[seq] = rng.randrange(1, 40)
+            first, samples = seq + 1, rng.choice([1, 1, 1, 1, 3])
+            seq += samples
+            length = rng.randrange(1, 40)
+            prompts.update({one: length for one in range(first, seq + 1)})
             world.submit(
-                seq,
+                first,
                 rng.choice([None, *names]),
                 n=rng.randrange(1, 30),
-                prompt=prompts[seq],
+                prompt=length,
                 priority=rng.choice([0, 0, 1]),
                 default=rng.random() < 0.1,
                 deadline=world.now + rng.random() if rng.random() < 0.1 else None,
+                siblings=tuple(range(first + 1, seq + 1)),
             )
         elif action == 5 and seq:
             world.send(ev.Cancel(rng.randrange(1, seq + 1)))

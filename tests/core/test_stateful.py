@@ -42,9 +42,17 @@ class CoreMachine(RuleBasedStateMachine):
         drain=st.sampled_from([0.0, 0.5]),
         cache=st.sampled_from([0, 150, 10_000]),
         spare=st.sampled_from([0, 8]),
+        spill=st.sampled_from([0, 4, 16]),
     )
     def start(
-        self, slots: int, blocks: int, running: int, drain: float, cache: int, spare: int
+        self,
+        slots: int,
+        blocks: int,
+        running: int,
+        drain: float,
+        cache: int,
+        spare: int,
+        spill: int,
     ) -> None:
         self.world = harness.World(
             max_loras=slots,
@@ -53,6 +61,8 @@ class CoreMachine(RuleBasedStateMachine):
             drain_after_s=drain,
             image_cache_bytes=cache,
             spare_jobs=spare,
+            spill_blocks=spill,
+            spill_fixed_cost=0.0,
             max_step_tokens=32,
             mixed_step_tokens=16,
             watermark_blocks=1,
@@ -71,6 +81,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         deadline=st.none() | st.floats(0.01, 1.0),
         default=st.booleans(),
+        samples=st.sampled_from([1, 1, 1, 3]),
     )
     def submit(
         self,
@@ -80,14 +91,23 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         deadline: float | None,
         default: bool,
+        samples: int,
     ) -> None:
-        seq = len(self.prompts) + 1
-        self.prompts[seq] = prompt
+        seq, *siblings = range(len(self.prompts) + 1, len(self.prompts) + 1 + samples)
         world = self.world
-        self.names[seq] = world.core.stats().default_adapter if default else name
+        for one in (seq, *siblings):
+            self.prompts[one] = prompt
+            self.names[one] = world.core.stats().default_adapter if default else name
         when = None if deadline is None else world.now + deadline
         world.submit(
-            seq, name, n=n, prompt=prompt, priority=priority, deadline=when, default=default
+            seq,
+            name,
+            n=n,
+            prompt=prompt,
+            priority=priority,
+            deadline=when,
+            default=default,
+            siblings=tuple(siblings),
         )
 
     @precondition(lambda self: self.prompts)
@@ -151,6 +171,14 @@ class CoreMachine(RuleBasedStateMachine):
             if isinstance(effect, fx.RunStep):
                 for row in effect.rows:
                     assert (row.slot < 0) == (self.names[row.seq] is None)
+
+    @invariant()
+    def only_what_may_run_is_in_a_step(self) -> None:
+        world = self.world
+        for effect in world.device:
+            if isinstance(effect, fx.RunStep):
+                states = {world.core._state.seqs[row.seq].state.value for row in effect.rows}
+                assert states <= {"PREFILL", "DECODE", "CLOSING"}
 
     def teardown(self) -> None:
         world = self.world
