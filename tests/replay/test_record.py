@@ -10,17 +10,31 @@ from typing import Any
 import pytest
 
 from rota.errors import RequestError
-from rota.sched.core import planning
+from rota.sched.core import CoreConfig, planning
 from rota.sched.core.lanes import Lanes
 from rota.sched.replay.perfetto import ChromeTrace
 from rota.sched.replay.record import Recorder, read_trace
 from rota.sched.replay.replay import replay
-from rota.sched.sim.scenario import scenario_of
+from rota.sched.sim.scenario import Ask, Do, Scenario, SourceSpec, scenario_of
 from rota.sched.sim.world import run_scenario
 
+#: Preempts, and has two lanes that take turns.
+TIGHT = Scenario(
+    0,
+    "tight",
+    "asyncio",
+    CoreConfig(max_loras=1, num_blocks=12, max_context=160, watermark_blocks=0, max_running=4),
+    (
+        Do(0.0, "load", "a", SourceSpec("A")),
+        *(Ask(0.1, "a", prompt=40, tokens=30) for _ in range(6)),
+        *(Ask(0.1, None, prompt=40, tokens=30) for _ in range(6)),
+    ),
+)
 
-def record(path: Path, seed: int, **options: Any) -> int:
-    scenario = scenario_of(seed)
+
+def record(path: Path, seed: int | None, **options: Any) -> int:
+    """Run the scenario of ``seed``, or :data:`TIGHT`."""
+    scenario = TIGHT if seed is None else scenario_of(seed)
     with Recorder(path, scenario.config, **options) as recorder:
         run_scenario(scenario, (recorder,))
     return recorder.events
@@ -39,7 +53,7 @@ def test_the_first_difference_is_named(
     keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, 43, keep_effects=keep)
+    record(path, None, keep_effects=keep)
     # Another policy: lanes do not take turns.
     monkeypatch.setattr(Lanes, "took_turn", lambda self, lane: None)
     found = replay(path).difference
@@ -55,7 +69,7 @@ def test_a_core_that_breaks_on_the_trace_is_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, 43)
+    record(path, None)
     real = planning._preempt
 
     def preempt(state: Any, seq: Any) -> None:
