@@ -81,12 +81,7 @@ class Recorder:
             if last:
                 self.close()
         except OSError as error:
-            # A full disk ends the recording, never the engine.
-            _log.error("recording stops: %s", error)
-            file, self._file = self._file, None
-            with suppress(OSError):
-                if file is not None:
-                    file.close()
+            self._stop(error)
             return
         self.events += not last
 
@@ -95,11 +90,24 @@ class Recorder:
         self._file.write(data + b"\n")
         self._left -= len(data) + 1
 
-    def close(self) -> None:
-        """Flush and close; harmless twice."""
+    def _stop(self, error: OSError) -> None:
+        """A full disk ends the recording, never the engine."""
+        _log.error("recording stops: %s", error)
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        """Flush and close; harmless twice. What can't be written is logged, not raised."""
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._stop(error)
+                return
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Recorder:
         return self

@@ -142,22 +142,14 @@ def test_drawing_is_bounded() -> None:
     assert len(json.loads(chrome.json())["traceEvents"]) <= 54 and chrome.dropped > 0
 
 
+@pytest.mark.parametrize("size", ["more than a buffer", "less than a buffer"])
 def test_a_full_disk_ends_the_recording_not_the_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    size: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scenario = scenario_of(0)
-    recorder = Recorder(tmp_path / "run.jsonl", scenario.config)
-
-    class Full:
-        def write(self, data: bytes) -> int:
-            raise OSError(28, "No space left on device")
-
-        def close(self) -> None:
-            raise OSError(28, "No space left on device")
-
-    assert recorder._file is not None
-    recorder._file.close()
-    recorder._file = Full()  # type: ignore[assignment]
-    assert run_scenario(scenario, (recorder,)).violation is None
-    assert recorder.events == 0 and "recording stops" in caplog.text
+    with Recorder("/dev/full", scenario.config) as recorder:
+        if size == "more than a buffer":
+            assert run_scenario(scenario, (recorder,)).violation is None
+            assert "recording stops" in caplog.text
+    assert caplog.text.count("recording stops") == 1 and "No space left" in caplog.text
     recorder.close()
