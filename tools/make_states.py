@@ -26,7 +26,12 @@ From the moment its image is ready until its slot is chosen, a job waits at most
 
     (drain_after_s + longest lease) * (1 + slots given to others meanwhile)
 
-and two steps and the commits in between.
+and two steps and the commits in between; undisturbed by others, at most
+
+    drain_after_s + longest remaining lease of the chosen victim
+
+A request for an adapter that is not resident starts its promotion when it arrives, however full
+the running batch is.
 
 *Longest lease* is the longest any sequence holds a slot. With an idle victim it waits for
 nothing. Without one, after `drain_after_s` the least recently used busy slot that is not pinned

@@ -143,6 +143,12 @@ def serves(state: State, version: Version) -> bool:
     return version.slot >= 0 and state.slots[version.slot].state is not SlotState.DRAINING
 
 
+def leasable(state: State, name: str) -> bool:
+    """Whether new sequences of ``name`` can be given a lease now."""
+    current = state.names.names[name].current
+    return current is not None and serves(state, current)
+
+
 def is_fresh(entry: Name, job: Job) -> bool:
     """Whether committing this job makes a new version: new content, or a swap (which always
     does, so that a swapped slot never shares an identity with another)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import adapters
+from . import adapters, retry
 from .effects import Reply
 from .events import (
     CancelCommand,
@@ -62,7 +62,7 @@ def _gate(state: State) -> None:
             "too many commands wait already",
             None,
             expected=f"at most {state.config.max_commands}",
-            retry_after_s=0.1,
+            retry_after_s=retry.commands_full(state),
         )
 
 
@@ -128,7 +128,11 @@ def _new_name(state: State, name: str) -> None:
         raise _refuse("name-exists", "the name is taken; replace() changes its content", name)
     if len(state.names.names) >= state.config.max_names:
         raise _refuse(
-            "QUEUE_FULL", "too many names", name, expected=f"at most {state.config.max_names}"
+            "QUEUE_FULL",
+            "too many names",
+            name,
+            expected=f"at most {state.config.max_names}",
+            retry_after_s=retry.commands_full(state),
         )
 
 
@@ -142,7 +146,7 @@ def _known(state: State, name: str) -> Name:
             "too many commands for one name wait already",
             name,
             expected=f"at most {state.config.max_jobs_per_name}",
-            retry_after_s=0.1,
+            retry_after_s=retry.commands_full(state),
         )
     return entry
 

@@ -71,7 +71,7 @@ class Core:
         """
         state = self._state
         if not self._started:
-            self._started, state.started, state.now = True, now, now
+            self._started, state.now = True, now
         state.now = state.log.now = max(state.now, now)
         requests.expire(state)
         self._dispatch(event)

@@ -5,7 +5,7 @@ Slots go to jobs in the order they began to wait. A victim is reserved when it i
 
 from __future__ import annotations
 
-from . import adapters
+from . import adapters, retry
 from .effects import Commit
 from .events import Failure
 from .identity import adapter_id
@@ -145,6 +145,7 @@ def _pool_full(state: State) -> Failure:
         "every slot is pinned",
         expected="a slot that may be a victim",
         found=f"{len(state.slots)} pinned",
+        retry_after_s=retry.pool_full(state),
     )
 
 

@@ -14,7 +14,7 @@ from .lanes import Lane
 from .prefix import Node
 from .sequences import Sequence
 from .state import State, Step
-from .tables import SeqEvent, SeqState, SlotState
+from .tables import SeqEvent, SeqState
 
 
 def plan(state: State) -> None:
@@ -40,7 +40,7 @@ def plan(state: State) -> None:
     state.slots.offer()
     if not rows:
         return
-    step = Step(state.new_id(), tuple(rows))
+    step = Step(state.new_id(), tuple(rows), state.now)
     for row in rows:
         state.seqs[row.seq].in_flight = True
     state.step = step
@@ -123,7 +123,11 @@ def _admit(state: State, budget: int, rows: list[Row]) -> None:
         for lane, seq in state.lanes.heads():
             if budget <= 0 or len(state.running) >= state.config.max_running:
                 break
-            if not seq.leased and seq.adapter is not None and not _leasable(state, seq.adapter):
+            if (
+                not seq.leased
+                and seq.adapter is not None
+                and not adapters.leasable(state, seq.adapter)
+            ):
                 _miss(state, lane, seq.adapter)
                 continue
             found = _fit(state, seq)
@@ -135,13 +139,6 @@ def _admit(state: State, budget: int, rows: list[Row]) -> None:
             if seq.state is SeqState.PREFILL:
                 budget -= _prefill(state, seq, budget, rows)
             progress = True
-
-
-def _leasable(state: State, name: str) -> bool:
-    version = state.names.names[name].current
-    if version is None or version.slot < 0:
-        return False
-    return state.slots[version.slot].state in (SlotState.READY, SlotState.IN_USE)
 
 
 def _miss(state: State, lane: Lane, name: str) -> None:
@@ -252,4 +249,5 @@ def _take_step(state: State, ident: int) -> Step:
     if step is None or step.id != ident:
         raise state.log.broken("step", f"result of step {ident}, which is not in flight")
     state.step = None
+    state.progress.step_over(step.planned, state.now)
     return step

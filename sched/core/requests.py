@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import samples
+from . import adapters, retry, samples
 from .effects import Ended
 from .events import Cancel, Failure, Stop, Submit
 from .sequences import Sequence
@@ -27,7 +27,7 @@ def _refusal(state: State, event: Submit, adapter: str | None) -> Failure | None
             "too many requests wait already",
             expected=f"at most {config.max_waiting} waiting",
             found=f"{waiting}, and {1 + len(event.siblings)} more",
-            retry_after_s=retry_after(state),
+            retry_after_s=retry.queue_full(state),
         )
     if not event.prompt:
         return Failure("request", "empty-prompt", "the prompt has no tokens")
@@ -59,17 +59,7 @@ def _refusal(state: State, event: Submit, adapter: str | None) -> Failure | None
     entry = state.names.names.get(adapter)
     if entry is None:
         return Failure("request", "unknown-adapter", "no adapter of this name", subject=adapter)
-    if entry.failed is not None:
-        if state.now < entry.failed_until:
-            return entry.failed
-        entry.failed = None
-    return None
-
-
-def retry_after(state: State) -> float:
-    """Seconds until a place is likely free, from what really ended so far (never under 0.05)."""
-    ended, elapsed = state.counters.ended, state.now - state.started
-    return max(0.05, elapsed / ended) if ended and elapsed > 0 else 1.0
+    return retry.backing_off(state, entry)
 
 
 def submit(state: State, event: Submit) -> None:
@@ -91,6 +81,9 @@ def submit(state: State, event: Submit) -> None:
         state.watch_deadline(seq)
         state.log.add(f"seq {seq.id}", f"submitted for {adapter or 'base'}")
     samples.join(state, seqs)
+    if adapter is not None and not adapters.leasable(state, adapter):
+        # Now, not when the planner comes to its lane: with a full batch that may be long.
+        adapters.miss(state, adapter)
 
 
 def cancel(state: State, event: Cancel) -> None:

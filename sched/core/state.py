@@ -17,6 +17,7 @@ from .identity import BASE_ID
 from .jobs import Job
 from .lanes import Lanes
 from .memory import KvMemory
+from .progress import Progress
 from .registry import Registry, Version
 from .sequences import Sequence
 from .slots import SlotTable
@@ -26,10 +27,11 @@ from .tables import SeqEvent, SeqState
 
 @dataclass(slots=True)
 class Step:
-    """The step in flight: its rows in order."""
+    """The step in flight: its rows in order, and when it was planned."""
 
     id: int
     rows: tuple[Row, ...]
+    planned: float
 
 
 @dataclass(slots=True)
@@ -96,9 +98,9 @@ class State:
     closed: bool = False
     dead: Failure | None = None
     now: float = 0.0
-    started: float = 0.0
     out: list[Effect] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    progress: Progress = field(default_factory=Progress)
     _deadlines: list[tuple[float, int]] = field(default_factory=list)
     _ids: int = 0
 
@@ -170,6 +172,7 @@ class State:
         self.running.pop(seq.id, None)
         del self.seqs[seq.id]
         if seq.admitted:
+            self.progress.ended.append(self.now)
             self.out.append(CloseSequence(seq.id))
 
     def count_prefix(self, seq: Sequence) -> None:
@@ -222,6 +225,7 @@ class State:
     def reply(self, commands: list[int], reply: Reply) -> None:
         for command in commands:
             if self.commands.pop(command, None) is not None:
+                self.progress.answered.append(self.now)
                 self.out.append(_for(reply, command))
         commands.clear()
 

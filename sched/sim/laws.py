@@ -6,8 +6,7 @@ core decides. A broken law is recorded, never raised: the run goes on and the fi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,9 +16,6 @@ from ..core import effects as fx
 from ..core import events as ev
 from ..core.snapshot import Stats
 from .copies import Copies
-
-_PLACING = re.compile(r"(\S+) job (\d+) \w+: staged -> PLACING")
-_CHOSEN = re.compile(r"(\S+) job (\d+) \w+: chosen -> COMMITTING")
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -51,6 +47,10 @@ class _Req:
     family: int = -1
     left: float | None = None
 
+    def left_by(self, now: float) -> float:
+        """When it gave everything back; ``now`` if it has not."""
+        return now if self.left is None else self.left
+
 
 @dataclass
 class Ledger:
@@ -79,7 +79,7 @@ class Ledger:
         self.images: set[int] = set()
         self.sources: set[int] = set()
         self.dropped: set[int] = set()
-        self.commit_times: list[float] = []
+        self.slots_given: list[tuple[float, int, str]] = []
         self.pin_times: list[float] = []
         self.copies = Copies(self.config, self.need)
         self.families: dict[int, int] = {}
@@ -176,6 +176,10 @@ class Ledger:
 
     # what comes out -----------------------------------------------------------------------------
     def _effect(self, effect: fx.Effect) -> None:
+        failure = getattr(effect, "failure", None)
+        if failure is not None and failure.code in ("QUEUE_FULL", "POOL_FULL"):
+            hint = failure.retry_after_s
+            self.need(hint is not None and 0 < hint <= 60, "retry hint", f"{failure.code}: {hint}")
         match effect:
             case fx.RunStep():
                 self._run_step(effect)
@@ -261,7 +265,7 @@ class Ledger:
         self.need(effect.image in self.images, "image", f"image {effect.image} committed, dropped")
         self.slot_id.pop(slot, None)
         self.commits[effect.commit] = (effect, self.epoch.get(effect.name, 0))
-        self.commit_times.append(self.now)
+        self.slots_given.append((round(self.now, 6), slot, effect.name))
 
     def _users_of(self, slot: int) -> set[int]:
         """Sequences that may still read the slot: not ended, or in the step in flight."""
@@ -382,28 +386,6 @@ class Ledger:
             lane.discard(seq)
 
     # at the end ---------------------------------------------------------------------------------
-    def bounded_waits(self, stories: Iterable[list[str]], slack: float) -> None:
-        """Every ready image got its slot within the documented bound (docs/states.md):
-        ``(drain_after_s + longest lease) * (1 + slots given to others meanwhile)``."""
-        leases = [
-            (r.left if r.left is not None else self.now) - r.held
-            for r in self.reqs.values()
-            if r.held is not None
-        ]
-        each = self.config.drain_after_s + max(leases, default=0.0) + slack
-        for story in stories:
-            since: dict[str, float] = {}
-            for line in story:
-                if (found := _PLACING.match(line)) is not None:
-                    since[found[2]] = float(found[1])
-                elif (found := _CHOSEN.match(line)) is not None:
-                    begin, end = since.pop(found[2]), float(found[1])
-                    others = sum(begin <= t < end for t in self.commit_times)
-                    others += sum(begin <= t <= end for t in self.pin_times)
-                    bound = each * (1 + others)
-                    what = f"job {found[2]}: {end - begin:.3f} s > {bound:.3f} s"
-                    self.need(end - begin <= bound, "bounded wait", what)
-
     def at_rest(self, stats: Stats, held_images: set[int], held_sources: set[int]) -> None:
         """Nothing runs: nothing may be held."""
         self.need(not self.copies.held and not stats.spill_blocks_used, "leak", "host memory")

@@ -22,6 +22,7 @@ from ..core import events as ev
 from ..generation import Generation
 from ..shell import Shell
 from ..streams import Outlet, Stream
+from . import waits
 from .clock import run_virtual
 from .device import BASE, SimExecutor, SimFaults, SimSource, SimStager, SimThread, token_of
 from .kv import SimKV
@@ -238,8 +239,10 @@ class SimWorld:
             widest = s.step_s + s.row_s * s.config.max_running
             step = widest + s.token_s * s.config.max_step_tokens
             names = {a.name for a in s.actions if isinstance(a, Do) and a.name is not None}
-            stories = [self.core.story(f"adapter {name}") for name in sorted(names)]
-            ledger.bounded_waits(stories, 2 * step + s.commit_s * (s.config.max_loras + 1) + 0.01)
+            stories = {name: self.core.story(f"adapter {name}") for name in sorted(names)}
+            slots = [self.core.story(f"slot {i}") for i in range(s.config.max_loras)]
+            slack = 2 * step + s.commit_s * (s.config.max_loras + 1) + 0.01
+            waits.check(ledger, stories, slots, slack)
 
     # callers ------------------------------------------------------------------------------------
     async def _ask(self, index: int, ask: Ask) -> None:

@@ -57,7 +57,9 @@ def status_of(error: RotaError) -> int:
         return 503
     if isinstance(error, (RequestError, CommandError, RejectError)):
         return 400
-    return 502 if isinstance(error, StagingError) else 500
+    if isinstance(error, StagingError):
+        return 502 if error.retry_after_s is None else 503
+    return 500
 
 
 def error_object(error: RotaError, status: int) -> dict[str, Any]:
@@ -87,10 +89,10 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: RotaError) -> Response:
-    """The whole answer; 503 always says when to come back."""
+    """The whole answer; 503, and any refusal that passes, says when to come back."""
     status = status_of(error)
     headers: dict[str, str] = {}
-    if status == 503:
+    if status == 503 or error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

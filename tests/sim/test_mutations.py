@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rota.sched.core import adapters, commands, placement, planning, registry, spill
+from rota.sched.core import adapters, commands, placement, planning, registry, spill, tables
 from rota.sched.core import events as ev
 from rota.sched.core.core import Core
 from rota.sched.core.effects import Ended, Restore, Retire, Spill
@@ -22,7 +22,7 @@ from rota.sched.core.prefix import PrefixCache
 from rota.sched.core.registry import Registry
 from rota.sched.core.slots import SlotTable
 from rota.sched.core.state import State
-from rota.sched.core.tables import SeqState, SlotState
+from rota.sched.core.tables import SeqState, SlotEvent, SlotState
 from rota.sched.sim.run import report
 from rota.sched.sim.scenario import scenario_of
 from rota.sched.sim.world import run_scenario
@@ -164,6 +164,24 @@ def drains_nothing(patch: Patch) -> None:
     patch.setattr(SlotTable, "drain_victim", lambda self, *args: None)
 
 
+def drains_late(patch: Patch) -> None:
+    real = placement._due
+    patch.setattr(
+        placement,
+        "_due",
+        lambda state, job: real(state, job) and state.now >= job.since + 2.0,
+    )
+
+
+def draining_slots_are_leased(patch: Patch) -> None:
+    patch.setitem(tables.SLOT_TABLE, (SlotState.DRAINING, SlotEvent.LEASE), SlotState.DRAINING)
+    patch.setattr(adapters, "serves", lambda state, version: version.slot >= 0)
+
+
+def hints_forgotten(patch: Patch) -> None:
+    patch.setattr("rota.sched.core.retry._hint", lambda seconds: None)
+
+
 def commits_what_failed_to_stage(patch: Patch) -> None:
     def stage_failed(state: State, event: ev.StageFailed) -> None:
         adapters.stage_done(state, ev.StageDone(event.stage, event.stage, "unverified", 10))
@@ -172,7 +190,7 @@ def commits_what_failed_to_stage(patch: Patch) -> None:
 
 
 def old_version_stays_open(patch: Patch) -> None:
-    real = planning._leasable
+    real = adapters.leasable
 
     def supersede(state: State, old: Any) -> None:
         return None
@@ -187,7 +205,7 @@ def old_version_stays_open(patch: Patch) -> None:
         return real(state, name)
 
     patch.setattr(adapters, "_supersede", supersede)
-    patch.setattr(planning, "_leasable", leasable)
+    patch.setattr(adapters, "leasable", leasable)
 
 
 def blocks_lost_on_preemption(patch: Patch) -> None:
@@ -394,6 +412,9 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     held_image_dropped,
     rotation_moves_waiting_requests,
     drains_nothing,
+    drains_late,
+    draining_slots_are_leased,
+    hints_forgotten,
     commits_what_failed_to_stage,
     old_version_stays_open,
     blocks_lost_on_preemption,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -161,7 +162,25 @@ async def test_a_full_pool_is_503(serving: Any, adapter: Any) -> None:
         await face.engine.load("a", (A, b"{}"), pin=True)
         got = await face.post("/v1/lora/load", {"name": "b", "path": adapter("b", B)}, ADMIN)
         assert (got.status_code, got.json()["error"]["code"]) == (503, "POOL_FULL")
-        assert "retry-after" in got.headers
+        hint = got.json()["error"]["rota"]["retry_after_s"]
+        assert hint > 0 and int(got.headers["retry-after"]) == max(1, math.ceil(hint))
+
+
+@pytest.mark.parametrize("ipc", [False, True])
+async def test_a_failed_adapter_says_when_it_is_tried_again(serving: Any, ipc: bool) -> None:
+    async with serving(ipc=ipc, engine={"failure_backoff_s": 50.0}) as face:
+        await face.engine.register("bad", (A, b"refuse"))
+        await face.engine.register("gone", "/nowhere/at/all")
+        body = {"model": "bad", "prompt": "x"}
+        assert (await face.post("/v1/completions", body)).status_code == 400
+        again = await face.post("/v1/completions", body)
+        assert (again.status_code, again.json()["error"]["code"]) == (400, "sim-refused")
+        assert 1 <= int(again.headers["retry-after"]) <= 50
+        body = {"model": "gone", "prompt": "x"}
+        assert (await face.post("/v1/completions", body)).status_code in (400, 502)
+        again = await face.post("/v1/completions", body)
+        hint = again.json()["error"]["rota"]["retry_after_s"]
+        assert 0 < hint <= 50 and int(again.headers["retry-after"]) == math.ceil(hint)
 
 
 async def test_bodies_have_limits(serving: Any) -> None:
