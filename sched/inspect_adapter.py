@@ -1,22 +1,35 @@
-"""``rota inspect``: what an adapter is, and whether a model would take it. No device, no weights.
+"""``rota inspect``: what an adapter is, and whether a model would take it. No device.
 
-Owns the command's flags and its two faces, a table and JSON. Exit codes: 0 accepted, 1 refused,
-2 unreadable.
+Owns the command's flags and what it finds out, as plain values; `inspect_view` shows them. Exit
+codes: 0 accepted, 1 refused, 2 unreadable (or not to be judged without ``--model``).
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ..errors import RejectError, RotaError
+from ..errors import ModelError, RejectError, RotaError
+from ..gpu.lora.config import PeftConfig, parse_config
+from ..gpu.lora.inspection import (
+    StandIn,
+    guess_layout,
+    module_rows,
+    needs_model,
+    own_bytes,
+    sort_keys,
+)
 from ..gpu.lora.layout import Elem, SlotLayout
-from ..gpu.lora.report import delta_norms
-from ..gpu.lora.source import DirectorySource
+from ..gpu.lora.mlx import to_peft_tensors
+from ..gpu.lora.overlay import BaseRows
+from ..gpu.lora.safefile import CONFIG_NAME, FileLimits, Tensor, parse_shards
+from ..gpu.lora.source import AdapterSource, BytesSource, DirectorySource, RawAdapter
 from ..gpu.lora.stage import stage
 from ..gpu.model.config import load_config
 
@@ -24,36 +37,65 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ACCEPTED, REFUSED, UNREADABLE = 0, 1, 2
+LISTED: Final = 50
+"""Refused tensors a report lists; the rest are counted."""
 
 
 def add_inspect_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add ``inspect`` to the command line's subparsers."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "inspect",
-        help="report on an adapter directory: accepted, or refused and why",
-        description="Read and audit a PEFT LoRA directory exactly as an engine would, for the "
-        "model given. Exit code 0: accepted; 1: refused; 2: unreadable.",
+        help="report on an adapter: what it is, accepted, or refused and why",
+        description="Read and audit a LoRA adapter exactly as an engine would: for the model "
+        "given, or for any dense model its shapes fit. Exit code 0: accepted; 1: refused; "
+        "2: unreadable.",
     )
-    parser.add_argument("adapter", type=Path, help="adapter directory")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--max-lora-rank", type=int, default=64, help="rank of a slot (64)")
-    parser.add_argument("--overlay-rows", type=int, default=0, help="token rows of a slot (0)")
+    parser.add_argument("adapter", type=Path, help="adapter directory, or its safetensors file")
+    parser.add_argument("--model", type=Path, help="checkpoint directory")
+    parser.add_argument("--max-lora-rank", type=int, help="rank of a slot (with --model: 64)")
+    parser.add_argument("--overlay-rows", type=int, help="token rows of a slot (with --model: 0)")
     parser.add_argument("--follow-links", action="store_true", help="as hub caches need")
+    parser.add_argument("--plot", action="store_true", help="the delta norm of each layer as bars")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that were read already, as a source."""
+
+    raw: RawAdapter
+
+    def read(self, limits: FileLimits) -> RawAdapter:
+        return self.raw
+
+
 def inspect(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit code and report (plain values). Raises ModelError if the model cannot be read."""
-    dims = load_config(args.model).to_lora_dims()
-    layout = SlotLayout(dims, args.max_lora_rank, Elem.BF16, args.overlay_rows)
-    source = DirectorySource(args.adapter, follow_links=args.follow_links)
+    report: dict[str, Any] = {"accepted": False}
+    model = None if args.model is None else load_config(args.model)
     try:
-        staged = stage(source, layout)
+        raw = _source(args.adapter, args.follow_links).read(FileLimits())
+        report["digest"] = raw.digest()
+        config = parse_config(raw.config)
+        tensors = parse_shards(raw.shards, FileLimits())
+        if config.mlx:
+            tensors = to_peft_tensors(tensors)
+        report["what"] = _what(raw, config, tensors)
+        if model is None and (key := needs_model(tensors)) is not None:
+            return UNREADABLE, report | {
+                "code": "needs-model",
+                "message": "this kind of adapter can be judged only against its base: add --model",
+                "subject": key,
+            }
+        layout = _layout(args, config, tensors)
+        report |= {"model": None if args.model is None else str(args.model)}
+        report["keys"] = _keys(tensors, layout)
+        with _base(args.model, layout, tensors) as base:
+            staged = stage(_Held(raw), layout, base_rows=base)
     except RotaError as error:
         refused = isinstance(error, RejectError)
-        return REFUSED if refused else UNREADABLE, {
-            "accepted": False,
+        return REFUSED if refused else UNREADABLE, report | {
             "code": f"REJECT[{error.code}]" if refused else error.code,
             "message": error.message,
             "subject": error.subject,
@@ -61,18 +103,91 @@ def inspect(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             "found": error.found,
         }
     except OSError as error:
-        return UNREADABLE, {"accepted": False, "code": "unreadable", "message": str(error)}
-    norms = delta_norms(staged.image, layout)
-    by_layer: dict[int, float] = {}
-    for pair, norm in zip(layout.pairs, norms, strict=True):
-        by_layer[pair.layer] = by_layer.get(pair.layer, 0.0) + float(norm) ** 2
-    report = asdict(staged.report)
-    return ACCEPTED, {
-        "accepted": True,
-        "digest": staged.digest,
-        **{k: dict(v) if isinstance(v, dict) else v for k, v in report.items()},
-        "delta_norm_per_layer": {k: round(v**0.5, 4) for k, v in sorted(by_layer.items())},
+        return UNREADABLE, report | {"code": "unreadable", "message": str(error)}
+    rows, norms = module_rows(staged.image, layout)
+    facts = asdict(staged.report)
+    if model is None:
+        # Reckoned against a stand-in: the number of changed rows needs the base's own.
+        facts["slot_bytes"] = own_bytes(staged.image, layout)
+        facts["notes"] = (*facts["notes"], "no model given: shapes are guessed from the tensors")
+    report |= facts | {"accepted": True, "modules": [asdict(row) for row in rows]}
+    report["delta_norm_per_layer"] = {n: round(norm, 4) for n, norm in enumerate(norms)}
+    return ACCEPTED, report
+
+
+def _source(path: Path, follow_links: bool) -> AdapterSource:
+    """The directory, or a file with the config beside it."""
+    if not path.is_file():
+        return DirectorySource(path, follow_links=follow_links)
+    config = path.parent / CONFIG_NAME
+    if not config.exists():
+        raise RejectError(
+            "no adapter config beside the file", code="missing-config", expected=CONFIG_NAME
+        )
+    return BytesSource(path.read_bytes(), config.read_bytes())
+
+
+def _what(raw: RawAdapter, config: PeftConfig, tensors: list[Tensor]) -> dict[str, Any]:
+    """What the files say of themselves."""
+    kinds = ["DoRA" if config.use_dora else "LoRA"]
+    for on, name in (
+        (config.use_rslora, "rank-stabilised scale"),
+        (config.has_patterns, "rank or alpha patterns"),
+        (config.lora_bias, "biases of B"),
+        (config.bias != "none", f"trained biases ({config.bias})"),
+        (bool(config.token_indices), "token rows"),
+        (bool(config.modules_to_save), "saved " + ", ".join(config.modules_to_save)),
+        (config.layers_to_transform is not None, "some layers only"),
+    ):
+        kinds += [name] if on else []
+    return {
+        "format": "mlx-lm" if config.mlx else "PEFT",
+        "kind": ", ".join(kinds),
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "files": len(raw.shards),
+        "tensors": len(tensors),
+        "file_bytes": raw.nbytes,
+        "dtypes": sorted({tensor.dtype for tensor in tensors}),
     }
+
+
+def _layout(args: argparse.Namespace, config: PeftConfig, tensors: list[Tensor]) -> SlotLayout:
+    guess = None if args.model is not None else guess_layout(config, tensors)
+    dims = load_config(args.model).to_lora_dims() if guess is None else guess.dims
+    rank, rows = args.max_lora_rank, args.overlay_rows
+    if rank is None:
+        rank = 64 if guess is None else guess.max_rank
+    if rows is None:
+        rows = 0 if guess is None else guess.overlay_rows
+    return SlotLayout(dims, rank, Elem.BF16, rows, affine=True)
+
+
+def _keys(tensors: list[Tensor], layout: SlotLayout) -> dict[str, Any]:
+    keys = sort_keys(tensors, layout.dims)
+    listed = [{"key": k, "code": c, "why": why} for k, c, why in keys.refused[:LISTED]]
+    return {"matched": keys.matched, "refused": len(keys.refused), "refused_keys": listed}
+
+
+@contextmanager
+def _base(model: Path | None, layout: SlotLayout, tensors: list[Tensor]) -> Iterator[BaseRows]:
+    """The model's own weights where they are there, else a stand-in for them."""
+    if model is None:
+        yield StandIn(layout, tensors)
+        return
+    import torch
+
+    from ..gpu.model.linears import BaseLinears, CheckpointBase
+
+    try:
+        linears = BaseLinears(model, torch.bfloat16)
+    except ModelError:  # a config without weights still says which shapes fit
+        yield StandIn(layout, tensors)
+        return
+    try:
+        yield CheckpointBase(linears, layout.dims)
+    finally:
+        linears.close()
 
 
 def run_inspect(args: argparse.Namespace, console: Console) -> int:
@@ -82,40 +197,7 @@ def run_inspect(args: argparse.Namespace, console: Console) -> int:
         text = msgspec.json.encode(report).decode()
         console.print(text, soft_wrap=True, highlight=False, markup=False)
         return code
-    from rich.table import Table
-    from rich.text import Text
+    from .inspect_view import show
 
-    table = Table(title=str(args.adapter), show_header=False)
-    for name, value in report.items():
-        if value in (None, (), {}):
-            continue
-        table.add_row(name.replace("_", " "), Text(_shown(name, value)))
-    console.print(table)
+    show(report, str(args.adapter), console, plot=args.plot)
     return code
-
-
-def _shown(name: str, value: Any) -> str:
-    """A value of the report for people; JSON has it exactly."""
-    if name == "delta_norm_per_layer":
-        return _spark(list(value.values()))
-    if name == "seconds":
-        return ", ".join(f"{phase} {took * 1e3:.1f} ms" for phase, took in value.items())
-    if name in ("ranks", "scales"):
-        return ", ".join(f"{what} in {count} pairs" for what, count in value)
-    if name.endswith("_bytes"):
-        return f"{value / 1e6:.1f} MB"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return ", ".join(f"{what} {count}" for what, count in value.items())
-    if isinstance(value, (list, tuple)):
-        return "\n".join(map(str, value))
-    return str(value)
-
-
-def _spark(values: list[float]) -> str:
-    """Layers from first to last as one line of bars, with the range."""
-    bars = " ▁▂▃▄▅▆▇█"
-    top = max(values, default=0.0) or 1.0
-    line = "".join(bars[round(v / top * 8)] for v in values)
-    return f"{line}  0 .. {top:.4g}"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from ...errors import ModelError, StagingError
-from ..lora.dims import LoraModule
+from ..lora.dims import LoraModule, ModelDims
 from .checkpoint import Checkpoint
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -97,6 +97,11 @@ class BaseLinears:
         place = self._places.get(name)
         return None if place is None else self._read(name, 0, place[3][0])
 
+    def whole(self, name: str) -> npt.NDArray[np.float32]:
+        """A whole tensor by its name in the checkpoint. Raises as `rows`."""
+        place = self._places.get(name)
+        return self._read(name, 0, 0 if place is None else place[3][0])
+
     def _read(self, name: str, start: int, stop: int) -> npt.NDArray[np.float32]:
         place = self._places.get(name)
         if place is None:
@@ -125,6 +130,25 @@ class BaseLinears:
         with self._lock:
             while self._handles:
                 os.close(self._handles.pop())
+
+
+class CheckpointBase:
+    """A base model for staging straight from its files, where no engine holds it.
+
+    Implements `gpu.lora.overlay.BaseRows` for checkpoints of the llama family.
+    """
+
+    def __init__(self, linears: BaseLinears, dims: ModelDims) -> None:
+        self._linears, self._dims = linears, dims
+        self.rows, self.bias = linears.rows, linears.bias
+
+    def embed(self) -> npt.NDArray[np.generic]:
+        """``[vocab, hidden]``, float32."""
+        return self._linears.whole("model.embed_tokens.weight")
+
+    def head(self) -> npt.NDArray[np.generic]:
+        """lm_head in the same form (the embedding itself when tied)."""
+        return self.embed() if self._dims.tied else self._linears.whole("lm_head.weight")
 
 
 def _unreadable(why: str, name: str) -> StagingError:
