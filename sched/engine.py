@@ -300,7 +300,7 @@ class Engine:
         parts = self._live()
         if parts.shell.broken is not None:
             raise parts.shell.broken
-        return parts.core.stats()
+        return msgspec.structs.replace(parts.core.stats(), times=parts.shell.timings.snapshot())
 
     def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""

@@ -9,6 +9,7 @@ waiting commands and the sources; decides nothing.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from .core.core import Core
 from .failures import to_error, to_failure
 from .staging import StageRunner, source_key
 from .streams import Stream
+from .timings import Timings
 from .wake import loop_poster
 from .worker import Executor, JobQueue, OutputLike, as_rota_error, ignore, is_fatal
 
@@ -81,6 +83,7 @@ class Shell:
         self._touched: dict[int, Stream] = {}
         self._last_id = 0
         self._floor = 0.0
+        self.timings = Timings(time.perf_counter)
         self.closed = anyio.Event()
         self.broken: RotaError | None = None
 
@@ -249,8 +252,8 @@ class Shell:
                 self._device(job, partial(self._copied, seq, ev.RestoreDone, ev.RestoreFailed))
             case fx.Commit(commit, slot, image):
                 staged = self._stager.images[image]
-                job = partial(self._executor.commit, slot, staged.image)
-                self._device(job, partial(self._commit_over, commit))
+                write = self.timings.commit(partial(self._executor.commit, slot, staged.image))
+                self._device(write, partial(self._commit_over, commit))
             case fx.Retire(slot):
                 self._device(partial(self._executor.retire, slot), ignore)
             case fx.StartStage(stage, _, source):
@@ -371,6 +374,8 @@ class Shell:
         else:
             image = outcome.cached if outcome.cached >= 0 else stage
             self._stager.keep(image, outcome, source)
+            if outcome.cached < 0:
+                self.timings.staged(getattr(outcome.staged.report, "seconds", {}))
             nbytes = int(outcome.staged.image.nbytes)
             reusable = outcome.signature is not None
             self._arrive(ev.StageDone(stage, image, outcome.staged.digest, nbytes, reusable))

@@ -102,6 +102,8 @@ def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
     evicted = state.slots.choose(slot)
     if evicted is not None:
         state.counters.evicted += 1
+        state.counters.overwritten += evicted.name == job.name
+        state.counters.swapped += evicted.name != job.name and job.kind is JobKind.SWAP
         job.evicted = evicted.name if evicted.name != job.name else None
     # Reserved now: if the name goes away meanwhile, its next version must not share an identity
     # with what is being written.
@@ -112,6 +114,7 @@ def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
     state.commits[job.commit] = job
     adapters.move(state, job, JobEvent.CHOSEN)
     state.counters.commits += 1
+    state.counters.slot_wait_s += state.now - job.since
     ident = adapter_id(job.name, job.generation)
     state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
     _hand_on_drain(state, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .events import Failure
+from .spread import Times
 from .state import State
 from .tables import SeqState
 
@@ -50,8 +51,11 @@ class Stats(msgspec.Struct, frozen=True):
     ``blocks_free``: those that hold nothing; ``blocks_cached``: those of the prefix cache that no
     sequence reads, which are given up as soon as they are wanted. ``spill_blocks_used``: of
     preempted sequences, in host memory. ``spilled``: those of ``preempted`` that were copied there.
-    ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``dead``: why nothing
-    is served any more, once the device is dead."""
+    ``evicted``: versions that were overwritten in their idle slot; of these ``overwritten`` by
+    their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
+    emptied for a waiting adapter. ``slot_wait_s``: what commits have waited for their slots, added
+    up. ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``times``: filled
+    in by who has a clock. ``dead``: why nothing is served any more, once the device is dead."""
 
     slots: tuple[SlotStats, ...]
     adapters: tuple[AdapterStats, ...]
@@ -81,6 +85,10 @@ class Stats(msgspec.Struct, frozen=True):
     stage_failures: int
     prefix: PrefixStats
     base_prefix: PrefixStats
+    overwritten: int = 0
+    swapped: int = 0
+    slot_wait_s: float = 0.0
+    times: Times = Times()
     dead: Failure | None = None
 
 
@@ -154,5 +162,8 @@ def snapshot(state: State) -> Stats:
         stage_failures=c.stage_failures,
         prefix=PrefixStats(c.prefix_queried, c.prefix_hit),
         base_prefix=PrefixStats(c.base_queried, c.base_hit),
+        overwritten=c.overwritten,
+        swapped=c.swapped,
+        slot_wait_s=c.slot_wait_s,
         dead=state.dead,
     )

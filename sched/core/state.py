@@ -63,6 +63,9 @@ class Counters:
     commits: int = 0
     evicted: int = 0
     drained: int = 0
+    overwritten: int = 0
+    swapped: int = 0
+    slot_wait_s: float = 0.0
     stages: int = 0
     stage_failures: int = 0
 

@@ -285,8 +285,8 @@ class SimEngine:
         )
 
     def stats(self) -> Stats:
-        self._live()
-        return self.core.stats()
+        times = self._live().timings.snapshot()
+        return msgspec.structs.replace(self.core.stats(), times=times)
 
     def story(self, subject: str) -> list[str]:
         self._live()

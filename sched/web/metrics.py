@@ -8,19 +8,25 @@ The ``vllm:`` names are those of the Gateway API inference extension's model-ser
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from ..core.snapshot import Stats
+from ..core.spread import EDGES_S, PHASES, Spread
 from ..face import AdapterReply
 from .pulse import Pulse
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TIMES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_PHASES = frozenset({"read", "digest", "audit", "pack", "total"})
 _LEVELS = ("device", "host", "cold")
 _SLOT_STATES = ("EMPTY", "STAGING", "READY", "IN_USE", "DRAINING")
 
@@ -56,10 +62,9 @@ class HttpMetrics:
             buckets=_GAPS,
             registry=registry,
         )
-        self._load = Histogram(
-            "rota_adapter_load_seconds",
-            "Loading an adapter, by phase (total: from the call to the answer).",
-            ["phase"],
+        self._command = Histogram(
+            "rota_adapter_command_seconds",
+            "Adapter commands that stage, from the call to the answer.",
             buckets=_TIMES,
             registry=registry,
         )
@@ -79,10 +84,7 @@ class HttpMetrics:
 
     def loaded(self, reply: AdapterReply) -> None:
         """An adapter command that staged something has been answered."""
-        self._load.labels("total").observe(reply.seconds)
-        for phase, seconds in (reply.report.seconds if reply.report else {}).items():
-            if phase in _PHASES:
-                self._load.labels(phase).observe(seconds)
+        self._command.observe(reply.seconds)
 
     def render(self, stats: Stats | None, most: int, clock: Callable[[], float]) -> bytes:
         """The whole page; without the engine's part when it does not answer."""
@@ -107,6 +109,7 @@ class _Snapshot:
         yield from self._slots()
         yield from self._adapters()
         yield from self._prefix()
+        yield from self._times()
         yield from self._totals()
 
     def _protocol(self) -> Iterator[Metric]:
@@ -201,6 +204,26 @@ class _Snapshot:
                     each.add_metric([adapter.name], getattr(adapter.prefix, field))
             yield each
 
+    def _times(self) -> Iterator[Metric]:
+        times = self._stats.times
+        yield _histogram(
+            "rota_barrier_seconds",
+            "From the decision to commit until no step was in the way.",
+            [((), times.barrier)],
+        )
+        yield _histogram("rota_commit_seconds", "Writing a slot.", [((), times.commit)])
+        yield _histogram(
+            "rota_adapter_load_seconds",
+            "Staging an adapter, by phase.",
+            [((phase,), spread) for phase, spread in zip(PHASES, times.phases, strict=True)],
+            ("phase",),
+        )
+        yield CounterMetricFamily(
+            "rota_slot_wait_seconds",
+            "What commits have waited for their slots, added up.",
+            value=self._stats.slot_wait_s,
+        )
+
     def _totals(self) -> Iterator[Metric]:
         s = self._stats
         for name, text, value in (
@@ -219,13 +242,29 @@ class _Snapshot:
         evictions = CounterMetricFamily(
             "rota_evictions", "Adapters that lost their slot, by cause.", labels=["cause"]
         )
-        evictions.add_metric(["idle"], max(0, s.evicted - s.drained))
+        evictions.add_metric(["idle"], s.evicted - s.overwritten - s.swapped)
         evictions.add_metric(["drained"], s.drained)
+        evictions.add_metric(["swapped"], s.swapped)
+        evictions.add_metric(["replaced"], s.overwritten)
         yield evictions
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _histogram(
+    name: str,
+    text: str,
+    found: list[tuple[tuple[str, ...], Spread]],
+    labels: tuple[str, ...] = (),
+) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, spread in found:
+        below = list(itertools.accumulate(spread.counts))
+        edges = [*(str(edge) for edge in EDGES_S), "+Inf"]
+        family.add_metric(values, list(zip(edges, below, strict=True)), spread.total_s)
+    return family
 
 
 def _listed(names: list[str]) -> str:

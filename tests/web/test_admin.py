@@ -318,11 +318,43 @@ async def test_metrics_speak_the_gateways_protocol(serving: Any, adapter: Any, i
         assert got[("rota_adapters", (("level", "device"),))] == 2
         assert got[("rota_adapters", (("level", "cold"),))] == 1
         assert got[("rota_adapter_residency", (("adapter", "a"), ("level", "device")))] == 1
-        assert got[("rota_adapter_load_seconds_count", (("phase", "total"),))] == 2
+        assert got[("rota_adapter_command_seconds_count", ())] == 2
+        assert (
+            got[("rota_commit_seconds_count", ())] == got[("rota_barrier_seconds_count", ())] == 2
+        )
+        last = (("le", "+Inf"),)
+        assert got[("rota_commit_seconds_bucket", last)] == 2
+        assert got[("rota_slot_wait_seconds_total", ())] >= 0
         assert got[("rota_slots", (("state", "READY"),))] == 2
-        assert got[("rota_evictions_total", (("cause", "idle"),))] == 0
+        for cause in ("idle", "drained", "swapped", "replaced"):
+            assert got[("rota_evictions_total", (("cause", cause),))] == 0
         route = (("route", "/v1/completions"), ("status", "200"))
         assert got[("rota_http_requests_total", route)] == 1
+
+
+async def test_evictions_are_counted_by_what_caused_them(serving: Any, adapter: Any) -> None:
+    async with serving(engine={"max_loras": 1, "drain_after_s": 0.0}) as face:
+
+        async def causes() -> dict[str, float]:
+            got = samples((await face.http.get("/metrics")).text)
+            return {
+                labels[0][1]: value
+                for (name, labels), value in got.items()
+                if name == "rota_evictions_total" and value
+            }
+
+        await face.engine.load("a", adapter("a", A))
+        await face.engine.replace("a", adapter("a2", b"another"))
+        assert await causes() == {"replaced": 1}
+        await face.engine.load("b", adapter("b", B))
+        assert await causes() == {"replaced": 1, "idle": 1}
+        await face.engine.swap("a", None, 0)
+        assert await causes() == {"replaced": 1, "idle": 1, "swapped": 1}
+        busy = face.engine.generate([1], "a")
+        await busy.__anext__()
+        await face.engine.promote("b")
+        assert (await causes())["drained"] == 1
+        busy.cancel()
 
 
 async def test_metrics_stay_few_however_many_names_and_paths(serving: Any, adapter: Any) -> None:
