@@ -10,18 +10,21 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import uvicorn
 
-from ...errors import EngineClosedError
+from ...errors import CommandError, EngineClosedError
 from ..ipc.client import connect
 from ..ipc.server import IpcServer
 from ..web.app import create_app
+from ..web.tracing import open_tracer
 from .options import Options, ServeConfig
 from .protocol import protocol
 
@@ -90,9 +93,14 @@ async def _http(
         task_status.started(None)
         await _until_signal(None)
         return
+    if config.tls_cert is not None:
+        _check_tls(config)
+    tracer, flush = (None, None) if config.traces is None else open_tracer(config.traces)
     server = _Server(
         uvicorn.Config(
-            create_app(engine, options.http),
+            create_app(engine, options.http, tracer=tracer),
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
             http=protocol(config.header_timeout_s),
             ws="none",
             lifespan="off",
@@ -106,7 +114,8 @@ async def _http(
         )
     )
     sock = _listen(config)
-    url = f"http://{config.host}:{sock.getsockname()[1]}"
+    scheme = "http" if config.tls_cert is None else "https"
+    url = f"{scheme}://{config.host}:{sock.getsockname()[1]}"
     tasks.start_soon(_until_signal, server)
     console.print(f"serving {options.http.model_name} at {url}")
     if options.http.ui:
@@ -116,6 +125,24 @@ async def _http(
     task_status.started(url)
     with sock:
         await server.serve(sockets=[sock])
+    if flush is not None:
+        await anyio.to_thread.run_sync(flush)
+
+
+def _check_tls(config: ServeConfig) -> None:
+    """Raises CommandError ``bad-tls`` for files that hold no certificate with its key."""
+    assert config.tls_cert is not None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_cert, config.tls_key
+        )
+    except OSError as error:  # SSLError is one
+        raise CommandError(
+            "the certificate and its key cannot be used",
+            code="bad-tls",
+            subject=error.filename or config.tls_cert,
+            found=error.strerror or error,
+        ) from error
 
 
 def _listen(config: ServeConfig) -> socket.socket:

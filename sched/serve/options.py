@@ -26,7 +26,8 @@ _MAX_FILE = 1 << 20
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``rota serve`` itself needs. ``model``: checkpoint directory, or ``connect``: address of
     an engine process. ``adapters``: name to directory, loaded at start; ``stageable``: known names
-    that load on the first request. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
+    that load on the first request. ``tls_cert``, ``tls_key``: PEM files, both or neither.
+    ``traces``: an OTLP/HTTP endpoint. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
 
     model: str | None = None
     connect: str | None = None
@@ -42,6 +43,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     header_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 30.0
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 64 << 10
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    traces: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -68,6 +72,9 @@ HELP: dict[str, str] = {
     "header_timeout_s": "seconds a request's headers may take to arrive",
     "max_header_bytes": "bytes of one request's headers",
     "max_connections": "HTTP connections at a time; more get 503",
+    "tls_cert": "PEM file of the certificate chain: serve HTTPS",
+    "tls_key": "PEM file of the certificate's private key",
+    "traces": "OTLP/HTTP collector that gets a span of every request and adapter command",
     "log_level": "debug, info, warning or error",
     "model_name": "what requests call the base model (default: the directory's name)",
     "api_keys": "a key for /v1 (repeat); none: everybody may ask",
@@ -156,6 +163,13 @@ def read_options(args: argparse.Namespace) -> Options:
             "serve a model directory, or --connect to an engine process",
             code="no-model",
             expected="one of the two",
+        )
+    if (serve.tls_cert is None) != (serve.tls_key is None):
+        raise CommandError(
+            "TLS needs a certificate and its key",
+            code="bad-option",
+            subject="tls_key" if serve.tls_key is None else "tls_cert",
+            expected="both or neither",
         )
     engine = {n: given[n] for n in EngineConfig.__struct_fields__ if n in given}
     if serve.connect is not None and (engine or serve.adapters or serve.stageable):

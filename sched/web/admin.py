@@ -34,6 +34,7 @@ from .schemas import (
 )
 from .settings import HttpSettings
 from .shapes import STATES
+from .tracing import tell_reply
 from .waiting import Gone, while_connected
 
 
@@ -99,7 +100,9 @@ class Admin:
                 ) from error
 
         try:
-            return await while_connected(request.receive, bounded)
+            reply = await while_connected(request.receive, bounded)
+            tell_reply(request.scope, reply)
+            return reply
         except Gone as error:
             raise EngineClosedError("the caller has gone", code="caller-gone") from error
         except RotaError as error:

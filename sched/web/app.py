@@ -28,6 +28,7 @@ from .metrics import HttpMetrics, wall_clock
 from .openapi import describe
 from .settings import HttpSettings
 from .shapes import adapter_model, base_model
+from .tracing import tell
 from .ui import Page
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -93,6 +94,7 @@ class Looking:
 
 async def _rota_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RotaError)
+    tell(request.scope, error__type=error.code)
     return error_response(error)
 
 
@@ -112,6 +114,7 @@ def create_app(
     *,
     manage: bool = False,
     clock: Callable[[], float] = wall_clock,
+    tracer: Any = None,
 ) -> Starlette:
     """The application.
 
@@ -121,6 +124,7 @@ def create_app(
         manage: enter ``engine`` when the application starts and leave it when it stops; else the
             caller does.
         clock: seconds since the epoch, for ``created`` and the metrics' time stamp.
+        tracer: an OpenTelemetry tracer, for spans of requests and adapter commands.
     """
     settings = settings or HttpSettings()
     metrics = HttpMetrics()
@@ -147,6 +151,7 @@ def create_app(
                 Guard,
                 settings=settings,
                 metrics=metrics,
+                tracer=tracer,
                 known=frozenset(route.path for route in routes if "{" not in route.path),
             )
         ],

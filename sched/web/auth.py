@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import CommandError, InternalError, RequestError, RotaError
 from ..ipc.session import same_secret
+from . import tracing
 from .failures import error_response
 from .metrics import HttpMetrics, route_of
 from .settings import HttpSettings
@@ -32,11 +34,13 @@ class Guard:
         settings: HttpSettings,
         metrics: HttpMetrics,
         known: frozenset[str],
+        tracer: Any = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._metrics = metrics
         self._known = known
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +55,7 @@ class Guard:
             await send(message)
 
         begin = time.perf_counter()
+        span = tracing.begin(self._tracer, scope)
         route = route_of(scope["path"], self._known)
         try:
             await self._answer(scope, receive, counted)
@@ -62,6 +67,8 @@ class Guard:
             bug = InternalError("a bug in the server", found=type(error).__name__)
             await error_response(bug)(scope, receive, counted)
         finally:
+            if span is not None:
+                tracing.end(span, status)
             self._metrics.requests.labels(route, str(status or 499)).inc()
             self._metrics.seconds.labels(route).observe(time.perf_counter() - begin)
 

@@ -37,6 +37,7 @@ from .schemas import (
 )
 from .settings import HttpSettings
 from .shapes import Pieces, Shape, ids_of, usage
+from .tracing import tell, traced, version_of
 from .waiting import Gone, watch, while_connected
 
 _BATCH = 64
@@ -66,6 +67,7 @@ class _Job:
         with_usage: bool,
         text: Text,
         metrics: HttpMetrics,
+        scope: Scope,
     ) -> None:
         self.shape = shape
         self.choices = choices
@@ -74,6 +76,7 @@ class _Job:
         self.with_usage = with_usage
         self._text = text
         self._metrics = metrics
+        self._scope = scope
         self._begin = time.perf_counter()
 
     def cancel(self) -> None:
@@ -92,11 +95,16 @@ class _Job:
             if choice.last_at is None:
                 self._metrics.first_token.observe(now - self._begin)
                 self._metrics.tokens(made, None)
+                if traced(self._scope):
+                    await self._told_version(events[0].adapter_id, now - self._begin)
             elif made:
                 self._metrics.tokens(made, (now - choice.last_at) / made)
             choice.last_at = now
             choice.tokens += made
             choice.finish = events[-1].finish_reason
+            if choice.finish and traced(self._scope):
+                done = sum(c.tokens for c in self.choices)
+                tell(self._scope, gen_ai__usage__output_tokens=done)
             if choice.finish in ("deadline", "cancelled"):
                 raise ParamError(
                     "the request took longer than it may"
@@ -105,6 +113,17 @@ class _Job:
                     code=choice.finish,
                 )
         return events
+
+    async def _told_version(self, ident: int, seconds: float) -> None:
+        name, generation = version_of(await self._text.stats(), ident)
+        tell(
+            self._scope,
+            gen_ai__usage__input_tokens=self.prompt_tokens,
+            rota__adapter=name,
+            rota__generation=generation,
+            rota__adapter_id=str(ident),
+            rota__time_to_first_token_s=seconds,
+        )
 
     async def pieces(self, events: Sequence[GenerationEvent]) -> Pieces | None:
         if not self.logprobs:
@@ -259,7 +278,7 @@ class Generating:
         prompts: list[list[int]],
         kind: str,
     ) -> Response:
-        job = self._start(body, prompts, kind)
+        job = self._start(body, prompts, kind, request.scope)
         try:
             if not body.stream:
                 whole = partial(_whole, job)
@@ -274,7 +293,11 @@ class Generating:
             raise
 
     def _start(
-        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], kind: str
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        kind: str,
+        scope: Scope,
     ) -> _Job:
         settings = self._settings
         n = choices_of(body, len(prompts), settings.max_choices)
@@ -311,6 +334,7 @@ class Generating:
             wants_usage(body),
             self._text,
             self._metrics,
+            scope,
         )
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import ssl
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
+import trustme
 from rich.console import Console
 
 from rota.errors import CommandError
@@ -177,3 +179,37 @@ async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     assert kept[0].core.idle()
     assert not await anyio.Path(tmp_path / "rota.sock").exists()
+
+
+@pytest.mark.anyio
+async def test_https_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for blob in pair.cert_chain_pems:
+        blob.write_to_path(cert, append=True)
+    pair.private_key_pem.write_to_path(key)
+    config = options("m", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key))
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(partial(serve, config, quiet(), engine=simulated))
+        assert url.startswith("https://")
+        async with httpx2.AsyncClient(verify=trust) as http:
+            assert (await http.get(f"{url}/health")).json() == {"status": "ok"}
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_wrong_certificate_is_refused_by_name(tmp_path: Path) -> None:
+    cert, missing = tmp_path / "cert.pem", tmp_path / "missing.pem"
+    cert.write_text("not a certificate")
+    for path in (cert, missing):
+        config = options("m", "--port", "0", "--tls-cert", str(path), "--tls-key", str(path))
+        with pytest.raises(ExceptionGroup) as caught:
+            await serve(config, quiet(), engine=simulated)
+        [refusal] = caught.value.exceptions
+        assert isinstance(refusal, CommandError) and refusal.code == "bad-tls"
+    with pytest.raises(CommandError) as refused:
+        options("m", "--tls-cert", str(cert))
+    assert (refused.value.code, refused.value.subject) == ("bad-option", "tls_key")
