@@ -153,13 +153,16 @@ def _what(raw: RawAdapter, config: PeftConfig, tensors: list[Tensor]) -> dict[st
 
 
 def _layout(args: argparse.Namespace, config: PeftConfig, tensors: list[Tensor]) -> SlotLayout:
-    guess = None if args.model is not None else guess_layout(config, tensors)
-    dims = load_config(args.model).to_lora_dims() if guess is None else guess.dims
-    rank, rows = args.max_lora_rank, args.overlay_rows
-    if rank is None:
-        rank = 64 if guess is None else guess.max_rank
-    if rows is None:
-        rows = 0 if guess is None else guess.overlay_rows
+    model: Path | None = args.model
+    if model is None:
+        guess = guess_layout(config, tensors)
+        dims, rank, rows = guess.dims, guess.max_rank, guess.overlay_rows
+    else:
+        dims, rank, rows = load_config(model).to_lora_dims(), 64, 0
+    if args.max_lora_rank is not None:
+        rank = args.max_lora_rank
+    if args.overlay_rows is not None:
+        rows = args.overlay_rows
     return SlotLayout(dims, rank, Elem.BF16, rows, affine=True)
 
 
