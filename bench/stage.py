@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import machine
 
-from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import SlotLayout
 from rota.gpu.lora.source import BytesSource, DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
@@ -72,7 +72,7 @@ def write(folder: Path, layout: SlotLayout) -> Path:
     text = json.dumps(header).encode()
     file = struct.pack("<Q", len(text)) + text + b"".join(blobs)
     (folder / "adapter_model.safetensors").write_bytes(file)
-    targets = [module.leaf for module in LoraModule]
+    targets = [module.leaf for module in layout.dims.modules]
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "use_rslora": False}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
     return folder

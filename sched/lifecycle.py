@@ -79,6 +79,7 @@ class Parts:
                 prefix_cache=config.prefix_cache,
                 spill_blocks=info.spill_blocks,
                 spill_block_cost=info.kv_bytes / info.num_blocks / config.spill_bytes_per_token,
+                recurrent=info.recurrent,
                 drain_after_s=config.drain_after_s,
                 image_cache_bytes=config.image_cache_bytes,
             )

@@ -250,6 +250,8 @@ class Shell:
             case fx.Restore(seq, places):
                 job = partial(self._executor.restore, seq, places)
                 self._device(job, partial(self._copied, seq, ev.RestoreDone, ev.RestoreFailed))
+            case fx.DropState(seq):
+                self._device(partial(self._executor.drop_state, seq), ignore)
             case fx.Commit(commit, slot, image):
                 staged = self._stager.images[image]
                 write = self.timings.commit(partial(self._executor.commit, slot, staged.image))

@@ -11,7 +11,7 @@ import logging
 import torch
 
 from ...errors import DeviceError
-from . import act, attention, attention_kernel, bf16, norm, rope
+from . import act, attention, attention_kernel, bf16, gate, gdn, gdn_kernel, norm, rope, route
 from .affine import AffineGroup, AffineSlice
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
@@ -226,6 +226,95 @@ class HostKernels:
             out.stride(0),
             out.shape[0],
             out.shape[1],
+        )
+
+    def sigmoid_mul(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        """See `gate.sigmoid_mul_reference`."""
+        if not self.uses_numba:
+            gate.sigmoid_mul_reference(x, gates)
+            return
+        n, heads, width = x.shape
+        gate.sigmoid_mul_kernel(
+            self._tag,
+            x.data_ptr(),
+            x.stride(0),
+            gates.data_ptr(),
+            gates.stride(0),
+            gates.stride(1),
+            int(gates.shape[2] == 1),
+            n,
+            heads,
+            width,
+        )
+
+    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """See `route.route_reference`."""
+        if not self.uses_numba:
+            route.route_reference(logits, weights, ids)
+            return
+        n, experts = logits.shape
+        k = ids.shape[1]
+        route.route_kernel(
+            self._tag,
+            logits.data_ptr(),
+            logits.stride(0),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            self._scratch.at_least(route.scratch_bytes(experts, k)),
+            n,
+            experts,
+            k,
+        )
+
+    def delta_net(
+        self,
+        shape: gdn.GdnShape,
+        weights: gdn.GdnWeights,
+        projected: torch.Tensor,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: gdn.StateRows,
+        out: torch.Tensor,
+    ) -> None:
+        """See `gdn.delta_net_reference`."""
+        if not self.uses_numba:
+            gdn.delta_net_reference(shape, weights, projected, conv_state, state, rows, out)
+            return
+        x, stride = projected.data_ptr(), projected.stride(0)
+        first, count, slot = rows.first.data_ptr(), rows.count.data_ptr(), rows.slot.data_ptr()
+        gdn_kernel.conv_kernel(
+            self._tag,
+            x,
+            stride,
+            weights.conv.data_ptr(),
+            shape.conv,
+            shape.channels,
+            conv_state.data_ptr(),
+            first,
+            count,
+            slot,
+            rows.rows,
+        )
+        gdn_kernel.delta_kernel(
+            self._tag,
+            x,
+            stride,
+            shape.key_heads,
+            shape.value_heads,
+            shape.key_dim,
+            shape.value_dim,
+            state.data_ptr(),
+            weights.decay.data_ptr(),
+            weights.dt_bias.data_ptr(),
+            weights.norm.data_ptr(),
+            weights.eps,
+            first,
+            count,
+            slot,
+            rows.rows,
+            out.data_ptr(),
+            out.stride(0),
+            self._scratch.at_least(gdn_kernel.scratch_bytes(shape.key_dim, shape.value_dim)),
         )
 
     def lora_group(

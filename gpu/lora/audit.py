@@ -26,7 +26,7 @@ from .values import check_finite
 
 MAX_LISTED = 8
 """Offenders named in one refusal; the rest are counted."""
-_LEAVES: Final = frozenset(m.leaf for m in LoraModule) | {leaf for _, leaf in FUSED}
+_EVERY_LEAF: Final = frozenset(m.leaf for m in LoraModule) | {leaf for _, leaf in FUSED}
 _GDN_LEAVES: Final = frozenset(
     (
         "in_proj_qkvz",
@@ -39,7 +39,6 @@ _GDN_LEAVES: Final = frozenset(
     )
 )
 _EMBEDDING_LEAVES: Final = frozenset(("embed_tokens", "lm_head"))
-_KNOWN_ELSEWHERE: Final = frozenset(("out_proj", "gate"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +162,25 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
                 expected=f"at most {layout.max_rank}",
                 found=rank,
             )
+    modules = layout.dims.modules
+    leaves = {m.leaf for m in modules}
+    leaves |= {leaf for (_, leaf), parts in FUSED.items() if parts[0] in modules}
     for target in config.target_modules or ():
         leaf = target.rpartition(".")[2]
-        if leaf in _LEAVES or (target.startswith("mlp.") and leaf in _LEAVES):
+        if leaf in leaves:
             continue
         code, why = "unknown_module", "the model has no module of this name"
         if leaf in _EMBEDDING_LEAVES:
             code, why = "embedding", "low-rank embeddings are not served"
         elif leaf in _GDN_LEAVES:
-            code, why = "gdn", "gated delta net modules are not served here"
-        elif leaf in _KNOWN_ELSEWHERE:
+            code, why = "gdn", "the model has no gated delta net module of this name"
+        elif leaf in _EVERY_LEAF:
             code, why = "unsupported-target", "this model has no such module"
         raise RejectError(
             why,
             code=code,
             subject=target[:200],
-            expected=" ".join(m.leaf for m in LoraModule),
+            expected=" ".join(sorted(leaves)),
             found=leaf[:80],
         )
 

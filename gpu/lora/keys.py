@@ -22,7 +22,7 @@ _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 _ROOTS: Final = ("model", "language_model")
 MAX_ROOTS = 4
 MAX_INDEX_DIGITS = 6
-_BY_PATH: Final = {(m.parent, m.leaf): m for m in LoraModule}
+_BY_PATH: Final = {m.path: m for m in LoraModule}
 _GDN_PARENT: Final = "linear_attn"
 FUSED: Final = {
     ("self_attn", "qkv_proj"): (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
@@ -81,7 +81,7 @@ def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
             for module in LoraModule:
                 if not dims.applies_to_layer(layer, module):
                     continue
-                name = f"{root}.layers.{layer}.{module.parent}.{module.leaf}"
+                name = f"{root}.layers.{layer}.{module.path}"
                 for half in ("A", "B"):
                     key = f"{PEFT_PREFIX}{name}.lora_{half}.weight"
                     yield key, PairKey(layer, module, half, name)
@@ -132,23 +132,28 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | OverlayKey:
     path = tail[1:]
     if path[:2] == ["mlp", "experts"]:
         raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
-    module = _BY_PATH.get((path[0], path[1])) if len(path) == 2 else None
+    module = _BY_PATH.get(".".join(path))
     fused = FUSED.get((path[0], path[1])) if len(path) == 2 else None
     # A gated q is interleaved per head: no fused checkpoint has such rows.
     if fused is not None and (fused[0] is not LoraModule.Q_PROJ or dims.q_out == dims.attn_in):
         if all(dims.applies_to_layer(layer, part) for part in fused):
             return FusedKey(layer, fused, half, ".".join(module_parts), adapter_name)
-    if module is None:
+    if module is None or module not in dims.modules:
         if path[0] == _GDN_PARENT:
-            raise _refuse("gdn-target", "gated delta net modules are not served here", key)
+            raise _refuse("gdn-target", "the model has no such gated delta net module", key)
         raise _refuse(
             "unsupported-module",
             "the module takes no adapter here",
             key,
-            expected=" ".join(m.leaf for m in LoraModule),
+            expected=" ".join(m.path for m in dims.modules),
             found=".".join(path)[:80],
         )
     if not dims.applies_to_layer(layer, module):
+        why = "this layer attends: it has no gated delta net"
+        if module is LoraModule.OUT_PROJ:
+            raise _refuse("gdn-out-on-attention-layer", why, key)
+        if path[0] == _GDN_PARENT:
+            raise _refuse("gdn-in-on-attention-layer", why, key)
         raise _refuse("non-full-attention-layer", "this layer has no such module", key)
     return PairKey(layer, module, half, ".".join(module_parts), adapter_name)
 

@@ -229,7 +229,7 @@ class SlotLayout:
     def _fingerprint(self) -> str:
         parts = [f"rota-slot-1 {self.elem.value} R={self.stride} hidden={self.dims.hidden}"]
         parts += [
-            f"{p.layer}.{p.module.leaf} a={p.a_off} b={p.b_off} in={p.k_in} out={p.n_out}"
+            f"{p.layer}.{p.module.label} a={p.a_off} b={p.b_off} in={p.k_in} out={p.n_out}"
             for p in self.pairs
         ]
         parts.append(f"overlay={self.overlay_rows} {self.overlay} bytes={self.slot_bytes}")

@@ -169,7 +169,7 @@ def _report(
     return LoadReport(
         tensors=len(tensors),
         pairs=len(audited.pairs),
-        by_module=dict(Counter(layout.pairs[p.index].module.leaf for p in audited.pairs)),
+        by_module=dict(Counter(layout.pairs[p.index].module.label for p in audited.pairs)),
         ignored=config.ignored,
         notes=config.notes + audited.notes,
         ranks=tuple(sorted(Counter(p.rank for p in audited.pairs).items())),

@@ -1,9 +1,9 @@
 """The runner's side of the adapter pool: which slots are filled, and the LoRA groups of each layer.
 
-What it owns: the pool, the four groups of a layer (q,k,v; o; gate,up; down), and per slot which
-of them hold a pair. Invariants: a slot counts as filled only from a commit that succeeded to its
-retire or the next commit; a group no row of the step needs is not launched, nor its affine part
-unless one of the rows' adapters has vectors there.
+What it owns: the pool, the groups of every layer (modules that share an input and an output), and
+per slot which of them hold a pair. Invariants: a slot counts as filled only from a commit that
+succeeded to its retire or the next commit; a group no row of the step needs is not launched, nor
+its affine part unless one of the rows' adapters has vectors there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,17 @@ GROUPS: Final = (
     (LoraModule.O_PROJ,),
     (LoraModule.GATE_PROJ, LoraModule.UP_PROJ),
     (LoraModule.DOWN_PROJ,),
+    (LoraModule.IN_PROJ_QKV, LoraModule.IN_PROJ_Z),
+    (LoraModule.IN_PROJ_B, LoraModule.IN_PROJ_A),
+    (LoraModule.OUT_PROJ,),
+    (LoraModule.ROUTER,),
+    (LoraModule.SHARED_GATE_PROJ, LoraModule.SHARED_UP_PROJ),
+    (LoraModule.SHARED_DOWN_PROJ,),
+    (LoraModule.SHARED_EXPERT_GATE,),
 )
-"""Modules that read one input and write one fused output, in the order a layer runs them."""
+"""Modules that read one input and write side by side into one output."""
+QKV, ATTN_OUT, GATE_UP, DOWN, IN_QKV_Z, IN_B_A, GDN_OUT = range(7)
+ROUTER, SHARED_GATE_UP, SHARED_DOWN, SHARED_GATE = range(7, 11)
 MAX_PLANS: Final = 256
 
 
@@ -48,7 +57,7 @@ class Delta(Protocol):
     ) -> None: ...
 
 
-LayerPlan = tuple[Delta | None, Delta | None, Delta | None, Delta | None]
+LayerPlan = tuple[Delta | None, ...]
 """What to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
 
 
@@ -96,29 +105,30 @@ class Adapters:
     ) -> None:
         self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows)
         self._device, self._stream = device, stream
-        layers = range(layout.dims.num_layers)
         self._groups = tuple(
             tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
-            for layer in layers
+            for layer in range(layout.dims.num_layers)
         )
         self._with_affine = tuple(
             tuple(
-                DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
+                lora and DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
                 for lora, modules in zip(groups, GROUPS, strict=True)
             )
-            for layer, groups in zip(layers if layout.affine else (), self._groups, strict=False)
+            for layer, groups in enumerate(self._groups if layout.affine else ())
         )
-        self._members = np.array(
-            [[layout.pair_index[layer, m] for m in LoraModule] for layer in layers], np.intp
-        )
-        # Per filled slot: int [layers, 4], 0 where the group has nothing, 1 a pair, 2 vectors.
+        group_of = {module: index for index, modules in enumerate(GROUPS) for module in modules}
+        self._pair_layers = np.array([pair.layer for pair in layout.pairs], np.intp)
+        self._pair_groups = np.array([group_of[pair.module] for pair in layout.pairs], np.intp)
+        # Per filled slot: int [layers, groups], 0 where the group has nothing, 1 a pair, 2 vectors.
         self._active: dict[int, npt.NDArray[np.int8]] = {}
         self._overlays: set[int] = set()
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
     def _group(
         self, kernels: HostKernels, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
-    ) -> LoraGroup:
+    ) -> LoraGroup | None:
+        if not layout.dims.applies_to_layer(layer, modules[0]):
+            return None
         slices = []
         column = 0
         for module in modules:
@@ -155,10 +165,8 @@ class Adapters:
         needs = np.array(image.present, np.int8)
         if image.affine:
             needs[np.array(image.affine)] = 2
-        held = needs[self._members]
-        active = np.zeros((len(held), len(GROUPS)), np.int8)
-        for index, modules in enumerate(GROUPS):
-            active[:, index] = held[:, list(modules)].max(axis=1)
+        active = np.zeros((len(self._groups), len(GROUPS)), np.int8)
+        np.maximum.at(active, (self._pair_layers, self._pair_groups), needs)
         if image.embed_rows or image.head_rows:
             self._overlays.add(slot)
         self._active[slot] = active
@@ -208,15 +216,14 @@ class Adapters:
         return found
 
     def _layer_plan(self, layer: int, needed: Sequence[int]) -> LayerPlan:
-        made: list[Delta | None] = [
+        return tuple(
             None
             if not need
             else self._with_affine[layer][i]
             if need == 2
             else self._groups[layer][i]
             for i, need in enumerate(needed)
-        ]
-        return made[0], made[1], made[2], made[3]
+        )
 
     def every_group(self) -> tuple[LayerPlan, ...]:
         """A plan that launches all groups, to have their kernels compiled."""

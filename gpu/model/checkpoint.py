@@ -10,6 +10,7 @@ transformers writes it (``weight_map``: tensor name -> file name).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,8 @@ class Checkpoint:
         self._files = ExitStack()
         self._homes: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
+        # Name in its file, where `rename` gave it another.
+        self._given: dict[str, str] = {}
         try:
             self._open(model_dir)
         except BaseException:
@@ -106,6 +109,25 @@ class Checkpoint:
                 subject=path.name,
             ) from error
 
+    def rename(self, rule: Callable[[str], str]) -> None:
+        """Know every tensor by ``rule`` of its name from here on.
+
+        Raises:
+            ModelError: two-names, when two tensors would have one name.
+        """
+        homes, given = dict[str, Any](), dict[str, str]()
+        for name, home in self._homes.items():
+            made = rule(name)
+            if made in homes:
+                raise ModelError(
+                    "two tensors of the checkpoint stand for one",
+                    code="two-names",
+                    subject=made[:200],
+                    found=f"{given[made][:200]} and {name[:200]}",
+                )
+            homes[made], given[made] = home, name
+        self._homes, self._given = homes, given
+
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._homes)
@@ -142,14 +164,14 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, over the mapped file: copy it before `close`."""
-        tensor: torch.Tensor = self._homes[name].get_tensor(name)
+        tensor: torch.Tensor = self._homes[name].get_tensor(self._given.get(name, name))
         return tensor
 
     def _slice(self, name: str) -> Any:
         home = self._homes.get(name)
         if home is None:
             raise ModelError("a weight is missing", code="missing-tensor", subject=name)
-        return home.get_slice(name)
+        return home.get_slice(self._given.get(name, name))
 
     def close(self) -> None:
         """Close every file."""

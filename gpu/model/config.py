@@ -4,8 +4,9 @@ What it owns: which families and which of their features are served, and a named
 that is not. Invariants: a field of the wrong type is refused under its own name, never read as a
 default; what a missing field means is written here once.
 
-Field semantics follow transformers 5 (`LlamaConfig`, `Qwen2Config`, `Qwen3Config`), including the
-older spelling with ``rope_theta`` and ``rope_scaling`` at the top level.
+Field semantics follow transformers 5 (`LlamaConfig`, `Qwen2Config`, `Qwen3Config`, and the text
+configs of Qwen3.5), including the older spelling with ``rope_theta`` and ``rope_scaling`` at the
+top level.
 """
 
 from __future__ import annotations
@@ -16,22 +17,41 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ...errors import ModelError
+from ..kernels.gdn import GdnShape
 from ..lora.dims import ModelDims
+from .fields import bad_field, flag, ids, integer, number
+from .hybrid_config import (
+    MAX_HEAD_DIM,
+    MAX_WIDTH,
+    PARTIAL_ROTARY,
+    MoeShape,
+    gdn_shape,
+    linear_layers,
+    moe_shape,
+    release_name,
+    text_fields,
+)
 from .jsonfile import read_json_object
 
 CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
 
-Family = Literal["llama", "qwen2", "qwen3"]
-FAMILIES: Final[tuple[Family, ...]] = ("llama", "qwen2", "qwen3")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"]
+MODEL_TYPES: Final[dict[str, Family]] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+"""``model_type`` of config.json -> family."""
+HYBRID: Final = ("qwen3_5", "qwen3_5_moe")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 MAX_LAYERS: Final = 1024
-MAX_WIDTH: Final = 1 << 20
 MAX_VOCAB: Final = 1 << 22
 MAX_CONTEXT: Final = 1 << 24
-MAX_HEAD_DIM: Final = 1024
-MAX_EOS: Final = 1024
-MAX_NUMBER: Final = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +69,9 @@ class ModelConfig:
     """What the runner needs to know about one checkpoint.
 
     Attributes:
-        family: "llama", "qwen2" or "qwen3".
-        num_layers, hidden, intermediate, vocab: sizes.
+        family: "llama", "qwen2", "qwen3", "qwen3_5" or "qwen3_5_moe".
+        num_layers, hidden, vocab: sizes.
+        intermediate: width of the dense feed-forward block, 0 where experts replace it.
         heads, kv_heads, head_dim: of attention; ``heads`` is a multiple of ``kv_heads``.
         rms_eps: added to the mean square in every norm.
         rope_theta: base of the rotary frequencies.
@@ -61,6 +82,12 @@ class ModelConfig:
         qk_norm: q and k are RMS-normed per head before rope (qwen3).
         eos_ids: ids that end a sequence, ascending: of config.json and generation_config.json.
         dtype: dtype name the config states, ``None`` when it states none.
+        rotary_dim: leading dimensions of a head that are rotated; even.
+        gated: hybrid family: attention is gated, norms multiply by 1 + w.
+        linear_layers: layers with a gated delta net instead of attention.
+        gdn: its sizes; ``None`` in families without.
+        moe: sizes of the expert block that replaces the dense one; ``None`` in dense families.
+        release: what the checkpoint is released as; the family, or a newer name for it.
     """
 
     family: Family
@@ -80,11 +107,32 @@ class ModelConfig:
     qk_norm: bool
     eos_ids: tuple[int, ...]
     dtype: str | None
+    rotary_dim: int
+    gated: bool
+    linear_layers: frozenset[int]
+    gdn: GdnShape | None
+    moe: MoeShape | None
+    release: str
+
+    @property
+    def recurrent(self) -> bool:
+        """Sequences carry a state that only a run from position 0 can restore."""
+        return bool(self.linear_layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that have keys and values, ascending."""
+        return tuple(i for i in range(self.num_layers) if i not in self.linear_layers)
+
+    @property
+    def attn_out(self) -> int:
+        """Width of all query heads: what attention gives and o_proj takes."""
+        return self.heads * self.head_dim
 
     @property
     def q_out(self) -> int:
-        """Output width of q_proj."""
-        return self.heads * self.head_dim
+        """Output width of q_proj: the query heads, each followed by its gate where gated."""
+        return self.attn_out * (2 if self.gated else 1)
 
     @property
     def kv_out(self) -> int:
@@ -103,10 +151,17 @@ class ModelConfig:
             hidden=self.hidden,
             q_out=self.q_out,
             kv_out=self.kv_out,
-            attn_in=self.q_out,
+            attn_in=self.attn_out,
             intermediate=self.intermediate,
             vocab=self.vocab,
             tied=self.tied,
+            linear_layers=tuple(sorted(self.linear_layers)),
+            gdn_channels=self.gdn.channels if self.gdn else 0,
+            gdn_value=self.gdn.value_width if self.gdn else 0,
+            gdn_heads=self.gdn.value_heads if self.gdn else 0,
+            experts=self.moe.experts if self.moe else 0,
+            expert_inner=self.moe.inner if self.moe else 0,
+            shared_inner=self.moe.shared if self.moe else 0,
         )
 
 
@@ -137,53 +192,65 @@ def parse_config(
             (sliding windows), unsupported-quantization.
     """
     family = _family(raw)
-    _refuse_unserved(raw, family)
-    hidden = _integer(raw, "hidden_size", 1, MAX_WIDTH)
-    heads = _integer(raw, "num_attention_heads", 1, MAX_WIDTH)
-    kv_heads = _integer(raw, "num_key_value_heads", 1, MAX_WIDTH, default=heads)
+    hybrid = family in HYBRID
+    text = text_fields(raw) if hybrid else raw
+    _refuse_unserved(text, family)
+    hidden = integer(text, "hidden_size", 1, MAX_WIDTH)
+    heads = integer(text, "num_attention_heads", 1, MAX_WIDTH)
+    kv_heads = integer(text, "num_key_value_heads", 1, MAX_WIDTH, default=heads)
     if heads % kv_heads:
-        raise _bad("num_key_value_heads", f"a divisor of {heads}", kv_heads)
-    # Qwen3Config's own default is 128; the others divide.
-    implied = 128 if family == "qwen3" else hidden // heads
-    head_dim = _integer(raw, "head_dim", 2, MAX_HEAD_DIM, default=implied)
+        raise bad_field("num_key_value_heads", f"a divisor of {heads}", kv_heads)
+    # What the config classes of Qwen say of an absent head_dim; the others divide.
+    implied = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}.get(family, hidden // heads)
+    head_dim = integer(text, "head_dim", 2, MAX_HEAD_DIM, default=implied)
     if head_dim % 2:
-        raise _bad("head_dim", "an even number", head_dim)
-    vocab = _integer(raw, "vocab_size", 1, MAX_VOCAB)
-    theta, scaling = _rope(raw)
-    eos = sorted({*_ids(raw, "eos_token_id"), *_ids(generation or {}, "eos_token_id")})
+        raise bad_field("head_dim", "an even number", head_dim)
+    vocab = integer(text, "vocab_size", 1, MAX_VOCAB)
+    num_layers = integer(text, "num_hidden_layers", 1, MAX_LAYERS)
+    theta, scaling, rotary_dim = _rope(text, head_dim, hybrid=hybrid)
+    eos = sorted({*ids(text, "eos_token_id"), *ids(generation or {}, "eos_token_id")})
     if eos and not 0 <= eos[0] <= eos[-1] < vocab:
-        raise _bad("eos_token_id", f"ids in 0..{vocab - 1}", eos)
+        raise bad_field("eos_token_id", f"ids in 0..{vocab - 1}", eos)
+    linear = linear_layers(text, num_layers) if hybrid else frozenset[int]()
+    moe = moe_shape(text) if family == "qwen3_5_moe" else None
+    if family == "qwen3_5" and text.get("num_experts"):
+        raise bad_field("num_experts", "none in a dense model", text.get("num_experts"))
     return ModelConfig(
         family=family,
-        num_layers=_integer(raw, "num_hidden_layers", 1, MAX_LAYERS),
+        num_layers=num_layers,
         hidden=hidden,
-        intermediate=_integer(raw, "intermediate_size", 1, MAX_WIDTH),
+        intermediate=0 if moe else integer(text, "intermediate_size", 1, MAX_WIDTH),
         vocab=vocab,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_eps=_number(raw, "rms_norm_eps", default=1e-6),
+        rms_eps=number(text, "rms_norm_eps", default=1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        context=_integer(raw, "max_position_embeddings", 1, MAX_CONTEXT),
-        tied=_flag(raw, "tie_word_embeddings", default=False),
+        context=integer(text, "max_position_embeddings", 1, MAX_CONTEXT),
+        tied=flag(text, "tie_word_embeddings", default=False),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family == "qwen3" or hybrid,
         eos_ids=tuple(eos),
-        dtype=_dtype(raw),
+        dtype=_dtype(text),
+        rotary_dim=rotary_dim,
+        gated=hybrid,
+        linear_layers=linear,
+        gdn=gdn_shape(text) if linear else None,
+        moe=moe,
+        release=release_name(raw, text, family),
     )
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
     found = raw.get("model_type")
-    for family in FAMILIES:
-        if found == family:
-            return family
+    if isinstance(found, str) and found in MODEL_TYPES:
+        return MODEL_TYPES[found]
     raise ModelError(
         "this model family is not served",
         code="unvalidated-family",
         subject="model_type",
-        expected=" or ".join(FAMILIES),
+        expected=" or ".join(MODEL_TYPES),
         found=repr(found)[:200],
     )
 
@@ -206,7 +273,7 @@ def _refuse_unserved(raw: Mapping[str, Any], family: Family) -> None:
         )
     # qwen2's q, k and v bias is fixed by the family and has no field of its own.
     for field in ("attention_bias", "mlp_bias"):
-        if _flag(raw, field, default=False) and not (family == "qwen2" and field[0] == "a"):
+        if flag(raw, field, default=False) and not (family == "qwen2" and field[0] == "a"):
             raise ModelError(
                 "this bias is not served",
                 code="unsupported-bias",
@@ -214,9 +281,11 @@ def _refuse_unserved(raw: Mapping[str, Any], family: Family) -> None:
                 expected=False,
                 found=True,
             )
+    if family in HYBRID:
+        return
     layer_types = raw.get("layer_types")
     windowed = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
-    if windowed or _flag(raw, "use_sliding_window", default=False):
+    if windowed or flag(raw, "use_sliding_window", default=False):
         raise ModelError(
             "only full attention is served",
             code="unsupported-attention",
@@ -225,20 +294,25 @@ def _refuse_unserved(raw: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from ``rope_parameters`` or from the older top-level fields."""
+def _rope(
+    raw: Mapping[str, Any], head_dim: int, *, hybrid: bool
+) -> tuple[float, RopeScaling | None, int]:
+    """Theta, scaling and rotated dimensions, from ``rope_parameters`` or the older fields."""
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            raise _bad(name, "an object or null", value)
+            raise bad_field(name, "an object or null", value)
     given: Mapping[str, Any] = new if new is not None else (old or {})
     theta_from = given if "rope_theta" in given else raw
-    theta = _number(theta_from, "rope_theta", default=10000.0)
+    theta = number(theta_from, "rope_theta", default=10000.0)
     if theta <= 1.0:
-        raise _bad("rope_theta", "a number > 1", theta)
+        raise bad_field("rope_theta", "a number > 1", theta)
     kind = given.get("rope_type", given.get("type", "default"))
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial_from = given if "partial_rotary_factor" in given else raw
+    partial = number(
+        partial_from, "partial_rotary_factor", default=PARTIAL_ROTARY if hybrid else 1.0
+    )
+    if partial != 1.0 and not hybrid:
         raise ModelError(
             "partial rotary embeddings are not served in this family",
             code="unsupported-rope",
@@ -246,8 +320,11 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             expected="1.0",
             found=repr(partial)[:200],
         )
-    if kind == "default":
-        return theta, None
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
+        raise bad_field("partial_rotary_factor", f"an even part of {head_dim}", partial)
+    if kind in (("default", "mrope") if hybrid else ("default",)):
+        return theta, None, rotary_dim
     if kind != "llama3":
         raise ModelError(
             "this rope scaling is not served",
@@ -257,16 +334,16 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             found=repr(kind)[:200],
         )
     scaling = RopeScaling(
-        factor=_number(given, "factor"),
-        low_freq_factor=_number(given, "low_freq_factor"),
-        high_freq_factor=_number(given, "high_freq_factor"),
-        original_context=_integer(given, "original_max_position_embeddings", 1, MAX_CONTEXT),
+        factor=number(given, "factor"),
+        low_freq_factor=number(given, "low_freq_factor"),
+        high_freq_factor=number(given, "high_freq_factor"),
+        original_context=integer(given, "original_max_position_embeddings", 1, MAX_CONTEXT),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise _bad(
+        raise bad_field(
             "high_freq_factor", f"more than {scaling.low_freq_factor}", scaling.high_freq_factor
         )
-    return theta, scaling
+    return theta, scaling, rotary_dim
 
 
 def _dtype(raw: Mapping[str, Any]) -> str | None:
@@ -276,55 +353,5 @@ def _dtype(raw: Mapping[str, Any]) -> str | None:
         return None
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in DTYPES:
-        raise _bad(field, " or ".join(DTYPES), value)
+        raise bad_field(field, " or ".join(DTYPES), value)
     return str(name)
-
-
-def _ids(raw: Mapping[str, Any], field: str) -> list[int]:
-    value = raw.get(field)
-    if value is None:
-        return []
-    values = value if isinstance(value, list) else [value]
-    if len(values) > MAX_EOS or any(type(v) is not int for v in values):
-        raise _bad(field, f"an integer or a list of at most {MAX_EOS}", value)
-    return values
-
-
-def _integer(
-    raw: Mapping[str, Any], field: str, low: int, high: int, *, default: int | None = None
-) -> int:
-    value = raw.get(field)
-    if value is None:
-        value = default
-    if type(value) is not int or not low <= value <= high:
-        raise _bad(field, f"an integer in {low}..{high}", value)
-    return value
-
-
-def _number(raw: Mapping[str, Any], field: str, *, default: float | None = None) -> float:
-    value = raw.get(field)
-    if value is None:
-        value = default
-    # Compared before it is converted: JSON integers have no bound, and NaN fails both.
-    if isinstance(value, (int, float)) and type(value) is not bool and 0 < value < MAX_NUMBER:
-        return float(value)
-    raise _bad(field, "a positive number", value)
-
-
-def _flag(raw: Mapping[str, Any], field: str, *, default: bool) -> bool:
-    value = raw.get(field)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise _bad(field, "true or false", value)
-    return value
-
-
-def _bad(field: str, expected: str, found: object) -> ModelError:
-    return ModelError(
-        "a config field is missing or out of range",
-        code="bad-config-field",
-        subject=field,
-        expected=expected,
-        found=repr(found)[:200],
-    )

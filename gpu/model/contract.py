@@ -30,7 +30,11 @@ LogitsSink = Callable[[list[int], torch.Tensor], None]
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B.
-    ``spill_blocks``: KV blocks of preempted sequences that host memory may hold."""
+    ``spill_blocks``: KV blocks of preempted sequences that host memory may hold.
+
+    ``recurrent``: a sequence's past cannot be taken up anywhere but where it is, or from position 0
+    (no prefix cache); ``state_bytes``: memory of all recurrent states.
+    """
 
     family: str
     dtype: str
@@ -45,6 +49,8 @@ class RunnerInfo:
     max_loras: int
     max_lora_rank: int
     spill_blocks: int = 0
+    recurrent: bool = False
+    state_bytes: int = 0
 
 
 def check_limits(*, max_loras: int, max_step_tokens: int, max_sequences: int) -> None:

@@ -22,9 +22,9 @@ MAX_BLOCKS = 1 << 30
 
 
 def kv_bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one block of 16 tokens: keys and values of every layer."""
+    """Bytes of one block of 16 tokens: keys and values of every layer that attends."""
     per_layer = 2 * config.kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
-    return config.num_layers * per_layer
+    return len(config.kv_layers) * per_layer
 
 
 def blocks_within(config: ModelConfig, dtype: torch.dtype, nbytes: int) -> int:
@@ -61,7 +61,9 @@ def spare_bytes(
 
 
 class KvCache:
-    """Keys and values of every layer: tensors ``[num_blocks, kv_heads, 16, head_dim]``.
+    """Keys and values of every layer that attends, in the order of `ModelConfig.kv_layers`.
+
+    Each is a tensor ``[num_blocks, kv_heads, 16, head_dim]``.
 
     Args:
         device: host addressable; the memory is given back in `close`.
@@ -91,11 +93,12 @@ class KvCache:
         self.num_blocks = num_blocks
         self.nbytes = num_blocks * kv_bytes_per_block(config, dtype)
         self._address: int | None = device.alloc(self.nbytes, label="kv cache")
-        shape = (config.num_layers, 2, num_blocks, config.kv_heads, BLOCK_TOKENS, config.head_dim)
+        layers = len(config.kv_layers)
+        shape = (layers, 2, num_blocks, config.kv_heads, BLOCK_TOKENS, config.head_dim)
         raw = (ctypes.c_char * self.nbytes).from_address(self._address)
         whole = torch.frombuffer(raw, dtype=dtype).view(shape)
-        self.keys = [whole[layer, 0] for layer in range(config.num_layers)]
-        self.values = [whole[layer, 1] for layer in range(config.num_layers)]
+        self.keys = [whole[layer, 0] for layer in range(layers)]
+        self.values = [whole[layer, 1] for layer in range(layers)]
 
     def close(self) -> None:
         """Drop the tensors and free the memory, once. End the work that uses it first."""

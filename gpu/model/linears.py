@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +23,9 @@ import torch
 from ...errors import ModelError, StagingError
 from ..lora.dims import LoraModule, ModelDims
 from .checkpoint import Checkpoint
+from .hybrid_weights import text_name
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-Naming = Callable[[int, LoraModule], str]
-"""(layer, module) -> the module's name in the checkpoint, without ``.weight``."""
-
-
-def plain_name(layer: int, module: LoraModule) -> str:
-    """The name in checkpoints of the llama family."""
-    return f"model.layers.{layer}.{module.parent}.{module.leaf}"
 
 
 class BaseLinears:
@@ -41,14 +33,13 @@ class BaseLinears:
 
     Args:
         dtype: the engine's; values are rounded to it, as those in use were.
-        naming: where each module's weight is.
 
     Raises:
         ModelError: as `Checkpoint`.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, naming: Naming = plain_name) -> None:
-        self._dtype, self._naming = dtype, naming
+    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._handles: list[int] = []
         # A descriptor closed under a read could by then be another file's.
         self._lock = threading.Lock()
@@ -79,7 +70,7 @@ class BaseLinears:
             if homes.get(name) == path and entry["dtype"] in _DTYPES:
                 begin = 8 + length + entry["data_offsets"][0]
                 dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-                self._places[name] = (handle, begin, dtype, shape)
+                self._places[text_name(name)] = (handle, begin, dtype, shape)
 
     def rows(
         self, layer: int, module: LoraModule, start: int, stop: int
@@ -89,11 +80,11 @@ class BaseLinears:
         Raises:
             StagingError: base-weights-unreadable.
         """
-        return self._read(self._naming(layer, module) + ".weight", start, stop)
+        return self._read(_name(layer, module) + ".weight", start, stop)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:
         """The module's bias ``[out]``, or ``None`` when it has none. Raises as `rows`."""
-        name = self._naming(layer, module) + ".bias"
+        name = _name(layer, module) + ".bias"
         place = self._places.get(name)
         return None if place is None else self._read(name, 0, place[3][0])
 
@@ -149,6 +140,10 @@ class CheckpointBase:
     def head(self) -> npt.NDArray[np.generic]:
         """lm_head in the same form (the embedding itself when tied)."""
         return self.embed() if self._dims.tied else self._linears.whole("lm_head.weight")
+
+
+def _name(layer: int, module: LoraModule) -> str:
+    return f"model.layers.{layer}.{module.path}"
 
 
 def _unreadable(why: str, name: str) -> StagingError:

@@ -128,7 +128,7 @@ class LlamaModel:
         layers = self._weights.layers
         for index, layer in enumerate(layers):
             if plan is not None:
-                on_qkv, on_o, on_gate_up, on_down = plan[index]
+                on_qkv, on_o, on_gate_up, on_down = plan[index][:4]
             keys, values = self._kv.keys[index], self._kv.values[index]
             if delta is None:
                 rms_norm(h, layer.input_norm, eps, x)

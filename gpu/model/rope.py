@@ -15,8 +15,9 @@ from .config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """float32 ``[head_dim / 2]``: theta^(-2i/d), scaled where the config says so."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    """float32 ``[rotary_dim / 2]``: theta^(-2i/d), scaled where the config says so."""
+    size = config.rotary_dim
+    half = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     inverse: torch.Tensor = 1.0 / (config.rope_theta**half)
     scaling = config.rope_scaling
     if scaling is None:
@@ -31,6 +32,6 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def rope_tables(config: ModelConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each float32 ``[positions, head_dim / 2]``, for positions 0 upwards."""
+    """cos and sin, each float32 ``[positions, rotary_dim / 2]``, for positions 0 upwards."""
     angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(config))
     return angles.cos(), angles.sin()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -35,13 +36,15 @@ from .contract import (
     no_slots,
     row_output,
 )
+from .hybrid import HybridModel
 from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
 from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .spill import SpillStore
-from .weights import DtypeName, Weights, load_weights
+from .states import StateArena
+from .weights import DtypeName, HybridWeights, Weights, load_hybrid_weights, load_weights
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
 
@@ -62,7 +65,7 @@ class Runner:
         self,
         device: Device,
         config: ModelConfig,
-        weights: Weights,
+        weights: Weights | HybridWeights,
         kernels: HostKernels,
         linears: BaseLinears,
         *,
@@ -82,7 +85,8 @@ class Runner:
         self._adapters: Adapters | None = None
         self._kv: KvCache | None = None
         self._spills: SpillStore | None = None
-        self._model: LlamaModel | None = None
+        self._states: StateArena | None = None
+        self._model: LlamaModel | HybridModel | None = None
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
@@ -100,20 +104,23 @@ class Runner:
                     max_rows=max_step_tokens,
                     stream=self._stream,
                 )
+            if config.recurrent:
+                self._states = StateArena(device, config, dtype, max_sequences)
             if num_blocks is None:
                 if kv_bytes is None:
                     kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
+            # Blocks alone do not bring a recurrent sequence back.
             spill_blocks = spill_bytes // kv_bytes_per_block(config, dtype)
+            if config.recurrent:
+                spill_blocks = 0
             self._spills = SpillStore(self._kv, spill_blocks)
             context = min(config.context, num_blocks * BLOCK_TOKENS)
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
             self._batch = StepBatch(limits)
             self._sample = RowSampler(config.vocab)
-            self._model = LlamaModel(
-                config, weights, kernels, self._kv, self._batch, positions=context
-            )
+            self._model = self._bind(config, weights, kernels, self._kv, context)
         except BaseException:
             self._free()
             raise
@@ -131,7 +138,26 @@ class Runner:
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
             spill_blocks=spill_blocks,
+            recurrent=config.recurrent,
+            state_bytes=self._states.nbytes if self._states else 0,
         )
+
+    def _bind(
+        self,
+        config: ModelConfig,
+        weights: Weights | HybridWeights,
+        kernels: HostKernels,
+        kv: KvCache,
+        positions: int,
+    ) -> LlamaModel | HybridModel:
+        batch = self._batch
+        if config.gated:
+            hybrid = cast(HybridWeights, weights)
+            return HybridModel(
+                config, hybrid, kernels, kv, batch, self._states, positions=positions
+            )
+        plain = cast(Weights, weights)
+        return LlamaModel(config, plain, kernels, kv, batch, positions=positions)
 
     @classmethod
     def load(
@@ -172,7 +198,8 @@ class Runner:
         )
         path = Path(model_dir)
         config = load_config(path)
-        weights, kernels = load_weights(path, config, dtype, use_numba=use_numba)
+        load = load_hybrid_weights if config.gated else load_weights
+        weights, kernels = load(path, config, dtype, use_numba=use_numba)
         linears = BaseLinears(path, kernels.dtype)
         try:
             runner = cls(
@@ -210,8 +237,11 @@ class Runner:
             DeviceError: step-failed, runner-closed.
         """
         model, adapters = self._alive(), self._adapters
-        n = self._batch.fill([RowInput(0, -1, 0, (0,), (0,), True)])
+        rows = [RowInput(0, -1, 0, (0,), (0,), True)]
+        n = self._batch.fill(rows)
         begin = time.perf_counter()
+        if self._states is not None:
+            self._states.begin(rows)
         with torch.inference_mode(), named_failure():
             model.embed(n)
             if adapters is None:
@@ -219,6 +249,8 @@ class Runner:
             else:
                 h, delta = model.layers(n, adapters.every_group(), adapters.set_rows([-1]))
             model.head(h, delta, [0])
+        if self._states is not None:
+            self._states.drop(0)
         logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
 
     # Sequences
@@ -233,8 +265,9 @@ class Runner:
         self._sequences.open(seq, prompt, sampling)
 
     def close_sequence(self, seq: int) -> None:
-        """Forget the sampler state and the host copy of ``seq``. Idempotent."""
+        """Forget sampler, recurrent state and host copy of ``seq``. Idempotent."""
         self._sequences.close(seq)
+        self.drop_state(seq)
         if self._spills is not None:
             self._spills.drop(seq)
 
@@ -262,6 +295,14 @@ class Runner:
         assert self._spills is not None
         return self._spills
 
+    def drop_state(self, seq: int) -> None:
+        """Give up the recurrent state of a sequence that will start again from position 0.
+
+        Its sampler stays. Nothing in families without such a state; idempotent.
+        """
+        if self._states is not None:
+            self._states.drop(seq)
+
     # Slots
 
     def commit(self, slot: int, image: SlotImage) -> None:
@@ -284,13 +325,17 @@ class Runner:
         """One forward pass; outputs in row order. A row with bad logits carries its own error.
 
         Raises:
-            InternalError: bad-row, empty-slot (nothing was touched).
-            DeviceError: step-failed, runner-closed; the KV of this step's positions is undefined.
+            InternalError: bad-row, empty-slot, state-position, no-state-place. Nothing was touched.
+            DeviceError: step-failed, runner-closed; the KV of this step's positions is undefined,
+                and so are recurrent states: these sequences go on from position 0 only.
         """
         model = self._alive()
         slots = self._row_slots(rows)
         with torch.inference_mode(), named_failure():
-            return self._run(model, rows, self._batch.fill(rows), slots)
+            n = self._batch.fill(rows)
+            if self._states is not None:
+                self._states.begin(rows)
+            return self._run(model, rows, n, slots)
 
     def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
         slots = frozenset(row.slot for row in rows)
@@ -304,7 +349,11 @@ class Runner:
         return slots
 
     def _run(
-        self, model: LlamaModel, rows: Sequence[RowLike], n: int, slots: frozenset[int]
+        self,
+        model: LlamaModel | HybridModel,
+        rows: Sequence[RowLike],
+        n: int,
+        slots: frozenset[int],
     ) -> list[RowOutput]:
         adapters, batch = self._adapters, self._batch
         plan = row_slots = None
@@ -318,6 +367,8 @@ class Runner:
         if overlays and adapters is not None:
             overlay_embeddings(adapters.pool, overlays, batch.slots, tokens, hidden)
         h, delta = model.layers(n, plan, row_slots or 0)
+        if self._states is not None:
+            self._states.done(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         if not sampling:
             return [RowOutput(row.seq, -1) for row in rows]
@@ -351,7 +402,7 @@ class Runner:
             finally:
                 self._device.close()
 
-    def _alive(self) -> LlamaModel:
+    def _alive(self) -> LlamaModel | HybridModel:
         if self._closed or self._model is None:
             raise DeviceError("the runner is closed", code="runner-closed")
         return self._model
@@ -370,5 +421,7 @@ class Runner:
                 stack.callback(self._adapters.close)
             if self._kv is not None:
                 stack.callback(self._kv.close)
+            if self._states is not None:
+                stack.callback(self._states.close)
             stack.callback(self._device.destroy_stream, self._stream)
             stack.callback(self._device.synchronize, self._stream)

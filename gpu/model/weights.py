@@ -4,16 +4,19 @@ What it owns: every weight tensor. Invariants: all names, shapes and dtypes are 
 first tensor is read; every tensor of the checkpoint is either used or named in ``ignored`` with
 the reason; at most one layer is held twice while loading.
 
-Names are those of transformers' ``LlamaForCausalLM``, ``Qwen2ForCausalLM``, ``Qwen3ForCausalLM``.
+Names are those of transformers' ``LlamaForCausalLM``, ``Qwen2ForCausalLM``, ``Qwen3ForCausalLM``;
+the hybrid families' layers are in `hybrid_weights`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 import torch
 
@@ -22,6 +25,8 @@ from ..kernels.host import HostKernels
 from ..kernels.linear import PackedLinear
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .hybrid_weights import HybridLayer, hybrid_layer, hybrid_shapes, left_aside, text_name
+from .tensors import TensorLoader
 
 logger = logging.getLogger("rota.gpu.model.weights")
 
@@ -47,14 +52,17 @@ class LayerWeights:
     down: PackedLinear
 
 
+LayerT = TypeVar("LayerT")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class ModelWeights(Generic[LayerT]):
     """A whole model.
 
     Attributes:
         embed: ``[vocab, hidden]``.
         head_rows: lm_head as a matrix ``[vocab, hidden]`` (``embed`` itself when tied).
-        layers: in order.
+        layers: in order; all `LayerWeights`, or all `HybridLayer`.
         final_norm: ``[hidden]``.
         head: lm_head, packed.
         nbytes: bytes of the parameters in the engine's dtype (a tied matrix counts once).
@@ -63,11 +71,15 @@ class Weights:
 
     embed: torch.Tensor
     head_rows: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerT, ...]
     final_norm: torch.Tensor
     head: PackedLinear
     nbytes: int
     ignored: dict[str, str]
+
+
+Weights = ModelWeights[LayerWeights]
+HybridWeights = ModelWeights[HybridLayer]
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
@@ -118,18 +130,28 @@ def engine_dtype(checkpoint: Checkpoint, dtype: DtypeName) -> torch.dtype:
 def load_weights(
     model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
 ) -> tuple[Weights, HostKernels]:
-    """Read, check, convert and pack the weights; also the kernels that were packed for.
+    """Read, check, convert and pack the weights of a llama family.
+
+    Returns:
+        The weights, and the kernels they were packed for.
 
     Raises:
         ModelError: the codes of `Checkpoint`, missing-tensor, wrong-shape, wrong-dtype,
             unexpected-tensor, tied-head-differs, unknown-dtype.
     """
     with Checkpoint(model_dir) as checkpoint:
-        target = engine_dtype(checkpoint, dtype)
-        ignored = _check_all(checkpoint, config)
-        kernels = HostKernels(target, use_numba=use_numba)
-        loader = _Loader(checkpoint, config, kernels)
-        return loader.load(ignored), kernels
+        kernels = HostKernels(engine_dtype(checkpoint, dtype), use_numba=use_numba)
+        return _load(TensorLoader(checkpoint, kernels), config, _layer), kernels
+
+
+def load_hybrid_weights(
+    model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
+) -> tuple[HybridWeights, HostKernels]:
+    """`load_weights` of a hybrid family. Raises also ModelError two-names."""
+    with Checkpoint(model_dir) as checkpoint:
+        checkpoint.rename(text_name)
+        kernels = HostKernels(engine_dtype(checkpoint, dtype), use_numba=use_numba)
+        return _load(TensorLoader(checkpoint, kernels), config, hybrid_layer), kernels
 
 
 def _check_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
@@ -140,13 +162,19 @@ def _check_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
     if not config.tied:
         expected[_HEAD] = (config.vocab, config.hidden)
     for layer in range(config.num_layers):
-        expected |= layer_shapes(config, layer)
+        if config.gated:
+            expected |= hybrid_shapes(checkpoint, config, layer)
+        else:
+            expected |= layer_shapes(config, layer)
     for name, shape in expected.items():
         checkpoint.check(name, shape)
     ignored: dict[str, str] = {}
     strangers = []
     for name in sorted(checkpoint.names() - expected.keys()):
-        if _DERIVED.fullmatch(name):
+        aside = left_aside(name) if config.gated else None
+        if aside is not None:
+            ignored[name] = aside
+        elif _DERIVED.fullmatch(name):
             ignored[name] = "follows from the config"
         elif name == _HEAD:
             _check_tied_copy(checkpoint, config)
@@ -160,8 +188,9 @@ def _check_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
             code="unexpected-tensor",
             subject=strangers[0],
         )
-    for name, reason in ignored.items():
-        logger.info("not used: %s (%s)", name, reason)
+    for reason, count in Counter(ignored.values()).items():
+        first = next(name for name, why in ignored.items() if why == reason)
+        logger.info("not used: %d tensors, %s first (%s)", count, first, reason)
     return ignored
 
 
@@ -175,52 +204,32 @@ def _check_tied_copy(checkpoint: Checkpoint, config: ModelConfig) -> None:
         )
 
 
-class _Loader:
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, kernels: HostKernels) -> None:
-        self._checkpoint, self._config, self._kernels = checkpoint, config, kernels
-        self._nbytes = 0
+def _load(
+    loader: TensorLoader,
+    config: ModelConfig,
+    layer_of: Callable[[TensorLoader, ModelConfig, int], LayerT],
+) -> ModelWeights[LayerT]:
+    ignored = _check_all(loader.checkpoint, config)
+    embed = loader.tensor(_EMBED)
+    layers = tuple(layer_of(loader, config, layer) for layer in range(config.num_layers))
+    final_norm = loader.tensor(_NORM)
+    head_rows = embed if config.tied else loader.tensor(_HEAD)
+    head = loader.kernels.linear(head_rows)
+    return ModelWeights(embed, head_rows, layers, final_norm, head, loader.nbytes, ignored)
 
-    def load(self, ignored: dict[str, str]) -> Weights:
-        config = self._config
-        embed = self._tensor(_EMBED)
-        layers = tuple(self._layer(layer) for layer in range(config.num_layers))
-        final_norm = self._tensor(_NORM)
-        head_rows = embed if config.tied else self._tensor(_HEAD)
-        head = self._kernels.linear(head_rows)
-        return Weights(embed, head_rows, layers, final_norm, head, self._nbytes, ignored)
 
-    def _layer(self, layer: int) -> LayerWeights:
-        config, at = self._config, f"model.layers.{layer}."
-        attention, mlp = at + "self_attn.", at + "mlp."
-        qkv = [f"{attention}{name}_proj" for name in "qkv"]
-        bias = self._stacked([f"{name}.bias" for name in qkv]) if config.qkv_bias else None
-        return LayerWeights(
-            input_norm=self._tensor(at + "input_layernorm.weight"),
-            qkv=self._kernels.linear(self._stacked([f"{name}.weight" for name in qkv]), bias),
-            q_norm=self._tensor(attention + "q_norm.weight") if config.qk_norm else None,
-            k_norm=self._tensor(attention + "k_norm.weight") if config.qk_norm else None,
-            o=self._kernels.linear(self._tensor(attention + "o_proj.weight")),
-            post_norm=self._tensor(at + "post_attention_layernorm.weight"),
-            gate_up=self._kernels.linear(
-                self._stacked([mlp + "gate_proj.weight", mlp + "up_proj.weight"])
-            ),
-            down=self._kernels.linear(self._tensor(mlp + "down_proj.weight")),
-        )
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        # A copy always: the file may change or be cut after loading.
-        found = self._checkpoint.read(name)
-        made = found.to(self._kernels.dtype, copy=True).contiguous()
-        self._nbytes += made.nbytes
-        return made
-
-    def _stacked(self, names: list[str]) -> torch.Tensor:
-        parts = [self._checkpoint.read(name) for name in names]
-        rows = sum(part.shape[0] for part in parts)
-        made = torch.empty((rows, *parts[0].shape[1:]), dtype=self._kernels.dtype)
-        at = 0
-        for part in parts:
-            made[at : at + part.shape[0]].copy_(part)
-            at += part.shape[0]
-        self._nbytes += made.nbytes
-        return made
+def _layer(loader: TensorLoader, config: ModelConfig, layer: int) -> LayerWeights:
+    at = f"model.layers.{layer}."
+    attention, mlp = at + "self_attn.", at + "mlp."
+    qkv = [f"{attention}{name}_proj" for name in "qkv"]
+    bias = loader.stacked([f"{name}.bias" for name in qkv]) if config.qkv_bias else None
+    return LayerWeights(
+        input_norm=loader.tensor(at + "input_layernorm.weight"),
+        qkv=loader.linear([f"{name}.weight" for name in qkv], bias),
+        q_norm=loader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
+        k_norm=loader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+        o=loader.linear([attention + "o_proj.weight"]),
+        post_norm=loader.tensor(at + "post_attention_layernorm.weight"),
+        gate_up=loader.linear([mlp + "gate_proj.weight", mlp + "up_proj.weight"]),
+        down=loader.linear([mlp + "down_proj.weight"]),
+    )

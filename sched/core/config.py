@@ -10,11 +10,12 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``max_context``: tokens of one sequence. ``max_step_tokens``: tokens of one step when nothing
     decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens).
     ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
-    ``prefix_cache``: keep KV blocks of computed tokens for requests that begin alike (not for
-    models with recurrent state, whose KV blocks are not all of their state).
+    ``prefix_cache``: keep KV blocks of computed tokens for requests that begin alike.
     ``spill_blocks``: KV blocks of preempted sequences that host memory may hold (0: preempted
     sequences are recomputed). ``spill_fixed_cost``, ``spill_block_cost``: what spilling a sequence,
     and each of its blocks, out and back costs, in tokens of recompute.
+    ``recurrent``: the model's sequences carry a state besides their KV blocks: no prefix is shared,
+    nothing is spilled, and a preempted sequence's state is dropped.
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image)."""
 
@@ -31,6 +32,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     spill_blocks: int = 0
     spill_fixed_cost: float = 32.0
     spill_block_cost: float = 1.0
+    recurrent: bool = False
     drain_after_s: float = 0.5
     failure_backoff_s: float = 1.0
     max_names: int = 100_000
@@ -40,6 +42,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
     log_size: int = 4096
     max_remembered_generations: int = 65_536
     spare_jobs: int = 8
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a sequence may begin behind blocks another one computed."""
+        return self.prefix_cache and not self.recurrent
 
     def jobs_in_hand(self) -> int:
         """Most adapter jobs that may hold an image, or be making one, at once."""

@@ -57,8 +57,8 @@ class Core:
             memory=KvMemory(
                 config.num_blocks,
                 config.block_size,
-                config.prefix_cache,
-                config.spill_blocks,
+                config.shares_prefixes,
+                0 if config.recurrent else config.spill_blocks,
                 log,
             ),
         )

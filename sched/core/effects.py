@@ -1,7 +1,7 @@
 """What the core wants done: every output, as frozen data. The shell carries them out in order.
 
-``RunStep``, ``Spill``, ``Restore``, ``Commit``, ``Retire`` and ``CloseSequence`` go to the device
-thread's one queue in the order given: a commit between two steps is the barrier.
+``RunStep``, ``Spill``, ``Restore``, ``Commit``, ``Retire``, ``CloseSequence`` and ``DropState`` go
+to the device thread's one queue in the order given: a commit between two steps is the barrier.
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     seq: int
     places: tuple[tuple[int, int], ...]
+
+
+class DropState(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A preempted sequence of a model with recurrent state will start again from position 0: free
+    its state, keep its sampler."""
+
+    seq: int
 
 
 class Token(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -142,6 +149,7 @@ Effect = (
     | CloseSequence
     | Spill
     | Restore
+    | DropState
     | Token
     | Ended
     | StartStage

@@ -7,7 +7,7 @@ admission from the lanes, within a token budget that bounds the gap between toke
 from __future__ import annotations
 
 from . import adapters, samples, spill
-from .effects import OpenSequence, Row, RunStep, Token
+from .effects import DropState, OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
 from .lanes import Lane
@@ -113,6 +113,8 @@ def _preempt(state: State, seq: Sequence) -> None:
     state.memory.give_back(seq)
     del state.running[seq.id]
     state.lanes.add(seq, front=True)
+    if state.config.recurrent:
+        state.out.append(DropState(seq.id))
 
 
 def _admit(state: State, budget: int, rows: list[Row]) -> None:

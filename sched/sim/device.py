@@ -82,7 +82,8 @@ class SimOutput(msgspec.Struct, frozen=True):
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
     slot, a sequence that was never opened, a block written by one row that another has in its
-    table; with ``kv``, also a block that does not hold what is read from it."""
+    table; with ``kv``, also a block that does not hold what is read from it; with ``places`` of
+    recurrent states, a row that does not begin where its state is, or one state too many."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class SimExecutor:
         faults: SimFaults | None = None,
         kv: SimKV | None = None,
         block_size: int = 16,
+        places: int = 0,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
         self.open: set[int] = set()
@@ -98,6 +100,9 @@ class SimExecutor:
         self.faults = faults or SimFaults()
         self.kv = kv
         self.block_size = block_size
+        self.places = places
+        #: Positions the recurrent state of each sequence has seen.
+        self.states: dict[int, int] = {}
         self.steps = 0
         self.closed = False
 
@@ -116,8 +121,21 @@ class SimExecutor:
     def close_sequence(self, seq: int) -> None:
         self.open.remove(seq)
         self.spilled.pop(seq, None)
+        self.states.pop(seq, None)
         if self.kv is not None:
             self.kv.close(seq)
+
+    def drop_state(self, seq: int) -> None:
+        self.states.pop(seq, None)
+        if seq not in self.open:
+            raise DeviceError("never opened", code="sim-open", subject=f"seq {seq}")
+
+    def _advance(self, row: RowLike, position: int) -> None:
+        if row.start not in (0, self.states.get(row.seq, 0)):
+            raise DeviceError("not where its state is", code="sim-state", subject=f"seq {row.seq}")
+        self.states[row.seq] = position
+        if len(self.states) > self.places:
+            raise DeviceError("one state too many", code="sim-state", subject=f"seq {row.seq}")
 
     def step(self, rows: Sequence[RowLike]) -> list[SimOutput]:
         self._maybe_fail("step")
@@ -132,6 +150,8 @@ class SimExecutor:
             if content is None:
                 raise DeviceError("reads an empty slot", code="sim-slot", subject=f"{row.slot}")
             position = row.start + len(row.tokens)
+            if self.places:
+                self._advance(row, position)
             token = token_of(content, position) if row.sample else -1
             if self.kv is not None:
                 self.kv.feed(row.seq, content, row.start, row.tokens, row.blocks)

@@ -334,7 +334,7 @@ class Ledger:
             self.users.setdefault(row.slot, set()).add(row.seq)
         # Whether the blocks it begins behind hold its own tokens, the simulated device judges.
         begins = row.start % self.config.block_size == 0 and row.start < req.prompt + req.tokens
-        begins = begins and (self.config.prefix_cache or row.start == 0)
+        begins = begins and (self.config.shares_prefixes or row.start == 0)
         fed = row.start + len(row.tokens)
         self.need(begins or row.start == req.computed, "resume", f"{who} starts at {row.start}")
         self.need(fed <= req.prompt + req.tokens, "resume", f"{who} runs ahead to {fed}")
@@ -391,7 +391,7 @@ class Ledger:
         self.need(not self.copies.held and not stats.spill_blocks_used, "leak", "host memory")
         kept = stats.blocks_free + stats.blocks_cached
         self.need(kept == stats.blocks_total, "leak", "blocks")
-        self.need(self.config.prefix_cache or not stats.blocks_cached, "leak", "cached blocks")
+        self.need(self.config.shares_prefixes or not stats.blocks_cached, "leak", "cached blocks")
         asked = [r for r in self.reqs.values() if r.first is not None]
         self.need(stats.prefix.hit == sum(r.hit for r in asked), "hits", f"{stats.prefix}")
         self.need(not any(s.leases for s in stats.slots), "leak", "leases")

@@ -151,6 +151,7 @@ class _Maker:
             image_cache_bytes=rng.choice([0, 2500, 1_000_000]),
             max_remembered_generations=rng.choice([1, 100]),
             log_size=100_000,
+            recurrent=seed // len(PROFILES) % 4 == 1,
         )
         if self.profile == "hot":
             self.config = msgspec.structs.replace(

@@ -112,7 +112,8 @@ class SimWorld:
         self.core = core(config)
         faults = SimFaults(_Faults(scenario.faults).before)
         kv = SimKV(config.block_size)
-        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size)
+        places = config.max_running if config.recurrent else 0
+        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size, places)
         self.thread = SimThread(self._cost)
         self.stager = SimStager()
         self.ledger = Ledger(

@@ -38,6 +38,8 @@ class World:
         self.closed = False
         self.open: set[int] = set()
         self.host: dict[int, int] = {}
+        #: Of a recurrent model: positions each sequence's state has seen.
+        self.states: dict[int, int] = {}
         self.images: dict[int, str] = {}
         self.dropped_sources: set[int] = set()
         self.ids = 1000
@@ -58,6 +60,7 @@ class World:
                 | fx.Commit()
                 | fx.Retire()
                 | fx.CloseSequence()
+                | fx.DropState()
             ):
                 self.device.append(effect)
             case fx.OpenSequence(seq):
@@ -113,6 +116,9 @@ class World:
                     need = -(-(row.start + len(row.tokens)) // self.config.block_size)
                     assert len(row.blocks) >= need and len(set(row.blocks)) == len(row.blocks)
                     position = row.start + len(row.tokens)
+                    if self.config.recurrent:
+                        assert row.start == self.states.get(row.seq, 0), "not where its state is"
+                        self.states[row.seq] = position
                     done.append(
                         ev.RowDone(
                             row.seq, token_of(row.adapter_id, position) if row.sample else -1
@@ -152,6 +158,11 @@ class World:
             case fx.CloseSequence(seq):
                 self.open.remove(seq)
                 self.host.pop(seq, None)
+                self.states.pop(seq, None)
+            case fx.DropState(seq):
+                assert self.config.recurrent and seq in self.open
+                self.states.pop(seq, None)
+        assert len(self.states) <= self.config.max_running, "more states than places"
         return True
 
     def run_stage(self, stage: int | None = None, *, fail: str | None = None) -> bool:

@@ -338,6 +338,21 @@ def test_preemption_keeps_the_version_and_the_output(world: World, token_of: Tok
     assert w.output(2) == [token_of(ident, 16 + i) for i in range(40)]
 
 
+def test_a_recurrent_model_starts_preempted_sequences_again_from_nothing(
+    world: World, token_of: Token
+) -> None:
+    w = world(num_blocks=9, watermark_blocks=0, max_loras=2, max_running=3, recurrent=True)
+    ident = w.load("a", 1).adapter_id
+    for seq in range(1, 7):
+        w.submit(seq, "a" if seq % 2 else None, n=40, prompt=20)
+    w.settle()
+    stats = w.core.stats()
+    assert stats.preempted > 0 and stats.blocks_cached == 0
+    for seq in range(1, 7):
+        assert w.output(seq) == [token_of(ident if seq % 2 else 0, 20 + i) for i in range(40)]
+    assert not w.states
+
+
 def test_lanes_take_turns_so_a_busy_adapter_starves_nobody(world: World) -> None:
     w = world(max_running=1)
     w.load("a", 1)

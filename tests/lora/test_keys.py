@@ -215,3 +215,52 @@ def test_every_key_gets_exactly_one_answer(key: str) -> None:
         assert all(dims.applies_to_layer(found.layer, part) for part in found.modules)
     else:
         assert found.leaf in ("embed_tokens", "lm_head")
+
+
+# layers 0, 1: gated delta net; 2: attention.
+DENSE = ModelDims(3, 8, 24, 4, 12, 6, 16, False, (0, 1), 20, 12, 3)
+MOE = ModelDims(3, 8, 24, 4, 12, 0, 16, False, (0, 1), 20, 12, 3, 4, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("dims", "path", "module"),
+    [
+        (DENSE, "0.linear_attn.out_proj", LoraModule.OUT_PROJ),
+        (DENSE, "1.linear_attn.in_proj_qkv", LoraModule.IN_PROJ_QKV),
+        (DENSE, "1.linear_attn.in_proj_b", LoraModule.IN_PROJ_B),
+        (DENSE, "0.mlp.up_proj", LoraModule.UP_PROJ),
+        (DENSE, "2.self_attn.q_proj", LoraModule.Q_PROJ),
+        (MOE, "0.mlp.gate", LoraModule.ROUTER),
+        (MOE, "2.mlp.shared_expert.gate_proj", LoraModule.SHARED_GATE_PROJ),
+        (MOE, "2.mlp.shared_expert_gate", LoraModule.SHARED_EXPERT_GATE),
+    ],
+)
+def test_hybrid_places(dims: ModelDims, path: str, module: LoraModule) -> None:
+    key = f"base_model.model.model.layers.{path}.lora_A.weight"
+    found = classify(key, dims)
+    assert isinstance(found, PairKey)
+    assert (found.module, found.layer, found.half) == (module, int(path[0]), "A")
+    assert module.path == path[2:]
+    known = dict(canonical_keys(dims))
+    assert known[key] == found
+    assert all(classify(one, dims) == place for one, place in known.items())
+
+
+@pytest.mark.parametrize(
+    ("dims", "path", "code"),
+    [
+        (DENSE, "2.linear_attn.out_proj", "gdn-out-on-attention-layer"),
+        (DENSE, "2.linear_attn.in_proj_z", "gdn-in-on-attention-layer"),
+        (DENSE, "0.linear_attn.in_proj_qkvz", "gdn-target"),
+        (DENSE, "0.linear_attn.conv1d", "gdn-target"),
+        (DENSE, "0.self_attn.q_proj", "non-full-attention-layer"),
+        (DENSE, "0.mlp.gate", "unsupported-module"),
+        (DENSE, "0.mlp.shared_expert.up_proj", "unsupported-module"),
+        (MOE, "2.mlp.up_proj", "unsupported-module"),
+        (MOE, "0.mlp.shared_expert.router", "unsupported-module"),
+    ],
+)
+def test_hybrid_refusals(dims: ModelDims, path: str, code: str) -> None:
+    with pytest.raises(RejectError) as caught:
+        classify(f"base_model.model.model.layers.{path}.lora_A.weight", dims)
+    assert caught.value.code == code

@@ -19,7 +19,6 @@ from rota.gpu.lora.report import delta_norms
 from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import BytesSource, DirectorySource
 from rota.gpu.lora.stage import StageLimits, stage
-from rota.gpu.model.linears import plain_name
 
 SMOL = ModelDims(30, 576, 576, 192, 576, 1536, 49_152, tied=True)
 # The attention and feed-forward shapes of the tiny hybrid, as if every layer had both.
@@ -43,10 +42,10 @@ class Base:
         return self.embed() if self.tied else self._read("lm_head.weight")
 
     def rows(self, layer: int, module: LoraModule, start: int, stop: int) -> np.ndarray:
-        return self._read(plain_name(layer, module) + ".weight")[start:stop]
+        return self._read(f"model.layers.{layer}.{module.path}" + ".weight")[start:stop]
 
     def bias(self, layer: int, module: LoraModule) -> np.ndarray | None:
-        key = plain_name(layer, module) + ".bias"
+        key = f"model.layers.{layer}.{module.path}" + ".bias"
         with safe_open(self.folder / "model.safetensors", "pt") as file:
             return self._read(key) if key in file.keys() else None
 

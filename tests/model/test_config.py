@@ -10,6 +10,7 @@ import torch
 
 from rota.errors import ModelError
 from rota.gpu.model.config import RopeScaling, load_config, parse_config
+from rota.gpu.model.hybrid_config import MoeShape
 from rota.gpu.model.rope import inverse_frequencies, rope_tables
 
 PLAIN = {
@@ -114,7 +115,7 @@ def test_lora_dims():
     assert (dims.q_out, dims.kv_out, dims.attn_in, dims.vocab, dims.tied) == (48, 16, 48, 128, True)
 
 
-@pytest.mark.parametrize("found", ["gpt2", "mistral", "qwen3_5", None, 3, ["llama"]])
+@pytest.mark.parametrize("found", ["gpt2", "mistral", "qwen3_vl", None, 3, ["llama"]])
 def test_other_families_are_refused(found):
     assert refused("unvalidated-family", model_type=found).subject == "model_type"
 
@@ -177,3 +178,114 @@ def test_the_tiny_checkpoints_are_read(data_dir, family):
     config = load_config(data_dir / "oracle" / family / "base")
     assert (config.family, config.vocab, config.eos_ids) == (family, 128, (2,))
     assert (config.rope_scaling is not None) == (family == "llama")
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 8,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+MROPE = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+
+
+def test_hybrid_defaults():
+    config = parse_config(HYBRID)
+    assert config.recurrent and config.gated and config.qk_norm and config.moe is None
+    assert sorted(config.linear_layers) == [0, 1, 2, 4, 5, 6] and config.kv_layers == (3, 7)
+    assert (config.rotary_dim, config.q_out, config.attn_out) == (8, 256, 128)
+    assert config.gdn is not None and config.gdn.conv == 4
+    assert (config.gdn.channels, config.gdn.value_width, config.gdn.projected) == (160, 96, 264)
+    every = parse_config(HYBRID | {"full_attention_interval": 2})
+    assert every.kv_layers == (1, 3, 5, 7)
+    kinds = ["full_attention"] * 7 + ["linear_attention"]
+    assert parse_config(HYBRID | {"layer_types": kinds}).linear_layers == {7}
+    assert not parse_config(HYBRID | {"layer_types": ["full_attention"] * 8}).recurrent
+    old = {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    assert (parse_config(HYBRID | old).rope_theta, parse_config(HYBRID | old).rotary_dim) == (
+        5000.0,
+        16,
+    )
+    assert not parse_config(PLAIN).recurrent and parse_config(PLAIN).rotary_dim == 8
+
+
+def test_experts_replace_the_dense_block():
+    config = parse_config({k: v for k, v in HYBRID.items() if k[:5] != "inter"} | EXPERTS)
+    assert config.family == "qwen3_5_moe" and config.intermediate == 0
+    assert config.moe == MoeShape(experts=8, top_k=2, inner=16, shared=24)
+    dims = config.to_lora_dims()
+    assert (dims.experts, dims.expert_inner, dims.shared_inner) == (8, 16, 24)
+    assert dims.linear_layers == (0, 1, 2, 4, 5, 6) and dims.attn_in == 128
+
+
+def test_a_multimodal_config_is_read_from_inside():
+    outer = {
+        "model_type": "qwen3_5",
+        "text_config": HYBRID | {"tie_word_embeddings": False},
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "vision_config": {"depth": 1},
+    }
+    config = parse_config(outer)
+    assert config.tied and config.dtype == "bfloat16" and config.family == "qwen3_5"
+    assert not parse_config({k: v for k, v in outer.items() if k != "tie_word_embeddings"}).tied
+
+
+def test_releases_of_the_expert_family_have_their_own_names():
+    inner = HYBRID | EXPERTS
+    assert parse_config(inner).release == "qwen3_5_moe"
+    assert parse_config(inner | {"rope_parameters": MROPE}).release == "qwen3_6_moe"
+    assert parse_config(HYBRID | {"rope_parameters": MROPE}).release == "qwen3_5"
+    holo = {
+        "model_type": "qwen3_5_moe",
+        "text_config": inner | {"rope_parameters": MROPE},
+        "vision_config": {"depth": 1},
+        "image_token_id": 248056,
+    }
+    assert parse_config(holo).release == "holo3_1_moe"
+    with_mtp = holo | {"text_config": holo["text_config"] | {"mtp_num_hidden_layers": 1}}
+    assert parse_config(with_mtp).release == "qwen3_6_moe"
+    assert {parse_config(c).family for c in (holo, with_mtp)} == {"qwen3_5_moe"}
+
+
+@pytest.mark.parametrize(
+    ("code", "subject", "fields"),
+    [
+        ("unsupported-attention", "attn_output_gate", {"attn_output_gate": False}),
+        ("unsupported-attention", "layer_types", {"layer_types": ["linear_attention"] * 8}),
+        ("unsupported-rope", "rope_type", {"rope_parameters": {"rope_type": "yarn"}}),
+        ("unsupported-bias", "attention_bias", {"attention_bias": True}),
+        ("unsupported-quantization", "quantization_config", {"quantization_config": {"bits": 4}}),
+        ("bad-config-field", "layer_types", {"layer_types": ["full_attention"] * 7}),
+        ("bad-config-field", "layer_types", {"layer_types": ["sliding_attention"] * 8}),
+        ("bad-config-field", "full_attention_interval", {"full_attention_interval": 0}),
+        ("bad-config-field", "linear_num_value_heads", {"linear_num_value_heads": 3}),
+        ("bad-config-field", "linear_key_head_dim", {"linear_key_head_dim": None}),
+        ("bad-config-field", "linear_conv_kernel_dim", {"linear_conv_kernel_dim": 1}),
+        ("bad-config-field", "partial_rotary_factor", {"partial_rotary_factor": 0.1}),
+        ("bad-config-field", "num_experts", {"num_experts": 8}),
+        ("bad-config-field", "num_experts_per_tok", EXPERTS | {"num_experts_per_tok": 9}),
+        ("bad-config-field", "moe_intermediate_size", EXPERTS | {"moe_intermediate_size": 0}),
+        ("bad-config-field", "text_config", {"text_config": [1]}),
+    ],
+)
+def test_a_hybrid_config_at_fault_is_named(code, subject, fields):
+    with pytest.raises(ModelError) as caught:
+        parse_config(HYBRID | fields)
+    assert (caught.value.code, caught.value.subject) == (code, subject)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rota.errors import ModelError
 from rota.gpu.model.config import load_config
-from rota.gpu.model.weights import load_weights
+from rota.gpu.model.weights import load_hybrid_weights, load_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -20,9 +20,9 @@ INDEX = "model.safetensors.index.json"
 def broken(data_dir, tmp_path):
     """``broken(family, edit)``: a copy of a tiny checkpoint whose tensors ``edit`` changed."""
 
-    def make(family="llama", edit=None):
-        folder = tmp_path / "model"
-        shutil.copytree(data_dir / "oracle" / family / "base", folder)
+    def make(family="llama", edit=None, *, source=None):
+        folder = tmp_path / ("model" if source is None else family)
+        shutil.copytree(data_dir / "oracle" / (source or family) / "base", folder)
         if edit is not None:
             tensors = load_file(folder / "model.safetensors")
             edit(tensors)
@@ -33,7 +33,9 @@ def broken(data_dir, tmp_path):
 
 
 def load(folder, dtype="auto"):
-    return load_weights(folder, load_config(folder), dtype, use_numba=False)[0]
+    config = load_config(folder)
+    read = load_hybrid_weights if config.gated else load_weights
+    return read(folder, config, dtype, use_numba=False)[0]
 
 
 def refusal(folder, dtype="auto"):
@@ -213,3 +215,109 @@ def test_an_index_that_lies(broken):
 
 def test_unknown_dtype(broken):
     assert refusal(broken(), "float16").code == "unknown-dtype"
+
+
+def test_what_lies_beside_the_text_model_is_left_aside_by_name(broken):
+    def more(tensors):
+        tensors["mtp.fc.weight"] = torch.ones(4)
+
+    folder = broken("qwen35_vl", more)
+    names = load_file(folder / "model.safetensors")
+    weights = load(folder)
+    aside = {name for name in names if ".visual." in name} | {"mtp.fc.weight"}
+    assert aside == set(weights.ignored) and len(aside) > 20
+    assert set(weights.ignored.values()) == {
+        "vision tower: text is served",
+        "multi-token prediction is not used",
+    }
+    assert weights.nbytes == 2 * sum(t.numel() for n, t in names.items() if n not in aside) + sum(
+        2 * t.numel() for n, t in names.items() if n.endswith(("A_log", "dt_bias"))
+    )
+
+
+@pytest.mark.parametrize(
+    "root", ["language_model.model.", "model.language_model.model.", "model.language_model."]
+)
+def test_every_spelling_of_the_text_model_loads_the_same(broken, root):
+    def respell(tensors):
+        for name in list(tensors):
+            to = "language_model." if name.startswith("lm_head") else root
+            tensors[to + name.removeprefix("model.")] = tensors.pop(name)
+
+    expected = load(broken("qwen35"), "float32")
+    found = load(broken("qwen35_respelled", respell, source="qwen35"), "float32")
+    assert torch.equal(found.embed, expected.embed)
+    assert torch.equal(found.layers[0].mixer.inner.conv, expected.layers[0].mixer.inner.conv)
+    assert found.nbytes == expected.nbytes and not found.ignored
+
+
+def test_two_names_for_one_tensor_are_refused(broken):
+    def twice(tensors):
+        tensors["model.language_model.norm.weight"] = tensors["model.norm.weight"].clone()
+
+    found = refusal(broken("qwen35", twice))
+    assert (found.code, found.subject) == ("two-names", "model.norm.weight")
+
+
+def fuse(tensors):
+    """Experts as released checkpoints have them: 3-D, gate rows before up rows."""
+    at = "model.layers.{}.mlp.experts."
+    for layer in range(4):
+        name = at.format(layer)
+        read = [
+            {kind: tensors.pop(f"{name}{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")}
+            for e in range(8)
+        ]
+        tensors[name + "gate_up_proj"] = torch.stack(
+            [torch.cat([e["gate"], e["up"]]) for e in read]
+        )
+        tensors[name + "down_proj"] = torch.stack([e["down"] for e in read])
+
+
+def test_fused_experts_load_the_same(broken):
+    apart = load(broken("qwen35_moe"), "float32")
+    fused = load(broken("qwen35_moe_fused", fuse, source="qwen35_moe"), "float32")
+    x = torch.randn((2, 48), generator=torch.Generator().manual_seed(0))
+    for one, other in zip(apart.layers[2].mlp.experts, fused.layers[2].mlp.experts, strict=True):
+        assert torch.equal(one.gate_up(x), other.gate_up(x))
+        assert torch.equal(one.down(x[:, :16].contiguous()), other.down(x[:, :16].contiguous()))
+    assert apart.nbytes == fused.nbytes
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "subject"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.7.up_proj.weight"),
+            "missing-tensor",
+            "model.layers.1.mlp.experts.7.up_proj.weight",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.8.up_proj.weight": torch.ones(1)}),
+            "unexpected-tensor",
+            "model.layers.1.mlp.experts.8.up_proj.weight",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.ones(1)}),
+            "unexpected-tensor",
+            "model.layers.0.mlp.experts.down_proj",
+        ),
+        (
+            # mlx keeps the convolution transposed, and with it norms of another convention.
+            lambda t: t.update(
+                {
+                    "model.layers.0.linear_attn.conv1d.weight": t[
+                        "model.layers.0.linear_attn.conv1d.weight"
+                    ]
+                    .mT.contiguous()
+                    .float()
+                }
+            ),
+            "wrong-shape",
+            "model.layers.0.linear_attn.conv1d.weight",
+        ),
+    ],
+)
+def test_a_hybrid_tensor_at_fault_is_named(broken, edit, code, subject):
+    found = refusal(broken("qwen35_moe", edit))
+    assert (found.code, found.subject) == (code, subject)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rota.errors import StagingError
-from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import SlotLayout
 from rota.rdma.desk import Desk
 from rota.rdma.frames2 import Received, Times
@@ -62,7 +62,7 @@ class Kit:
             "r": rank,
             "lora_alpha": 2 * rank,
             "use_rslora": False,
-            "target_modules": [module.leaf for module in LoraModule],
+            "target_modules": [module.leaf for module in layout.dims.modules],
         } | config
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "adapter_model.safetensors").write_bytes(

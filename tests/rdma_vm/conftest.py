@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from rota.errors import DeviceError
-from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
@@ -84,7 +84,7 @@ def write_adapter(folder: Path, layout: SlotLayout, rank: int, seed: int, dtype:
         "r": rank,
         "lora_alpha": 2 * rank,
         "use_rslora": False,
-        "target_modules": [module.leaf for module in LoraModule],
+        "target_modules": [module.leaf for module in layout.dims.modules],
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

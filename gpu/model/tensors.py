@@ -1,0 +1,66 @@
+"""Reading tensors of a checkpoint in the engine's dtype.
+
+What it owns: the count of bytes read. Invariant: every tensor is a copy, since the file may change
+or be cut after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.host import HostKernels
+from ..kernels.linear import PackedLinear
+from .checkpoint import Checkpoint
+
+
+class TensorLoader:
+    """Tensors of one checkpoint, whose names, shapes and dtypes were checked before.
+
+    Attributes:
+        nbytes: bytes of everything read so far, in the dtype it is served in.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, kernels: HostKernels) -> None:
+        self.checkpoint, self.kernels = checkpoint, kernels
+        self.nbytes = 0
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in the engine's dtype, contiguous."""
+        return self._kept(self.checkpoint.read(name).to(self.kernels.dtype, copy=True))
+
+    def wide(self, name: str) -> torch.Tensor:
+        """A tensor in float32."""
+        return self._kept(self.checkpoint.read(name).to(torch.float32, copy=True))
+
+    def stacked(self, names: Sequence[str]) -> torch.Tensor:
+        """Tensors joined along their rows, in the engine's dtype."""
+        parts = [self.checkpoint.read(name) for name in names]
+        rows = sum(part.shape[0] for part in parts)
+        made = torch.empty((rows, *parts[0].shape[1:]), dtype=self.kernels.dtype)
+        at = 0
+        for part in parts:
+            made[at : at + part.shape[0]].copy_(part)
+            at += part.shape[0]
+        return self._kept(made)
+
+    def linear(self, names: Sequence[str], bias: torch.Tensor | None = None) -> PackedLinear:
+        """A linear of the stacked weights, packed."""
+        weight = self.tensor(names[0]) if len(names) == 1 else self.stacked(names)
+        return self.kernels.linear(weight, bias)
+
+    def experts(self, name: str) -> tuple[PackedLinear, ...]:
+        """A linear of each matrix of a 3-D tensor, packed one by one."""
+        whole = self.checkpoint.read(name)
+        made = []
+        for index in range(whole.shape[0]):
+            made.append(
+                self.kernels.linear(self._kept(whole[index].to(self.kernels.dtype).clone()))
+            )
+        return tuple(made)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.contiguous()
+        self.nbytes += made.nbytes
+        return made
