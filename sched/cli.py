@@ -16,6 +16,7 @@ from rich.text import Text
 from .. import __version__
 from ..errors import RotaError
 from ..rdma.peercli import add_peer_parser, run_peer
+from .bench import add_bench_parser, run_bench
 from .inspect_adapter import add_inspect_parser, run_inspect
 from .serve.entry import add_serve_parser, run_serve
 from .serve.top import add_top_parser, run_top
@@ -57,6 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect_parser(commands)
     add_peer_parser(commands)
     add_top_parser(commands)
+    add_bench_parser(commands)
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes rota's commands and flags in your shell",
+        description='For bash: eval "$(rota completion bash)" in ~/.bashrc. For zsh: write it to a '
+        "file _rota on your fpath. For fish: rota completion fish | source.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     commands.add_parser(
         "replay",
         add_help=False,  # it has a parser of its own
@@ -96,6 +105,13 @@ def _refused(error: BaseException) -> int:
     return REFUSED
 
 
+def _completion(args: argparse.Namespace, console: Console) -> int:
+    import shtab
+
+    print(shtab.complete(_parser(), args.shell))
+    return OK
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "fetch-demo-model": _fetch,
     "demo": _demo,
@@ -103,6 +119,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "inspect": run_inspect,
     "peer": run_peer,
     "top": run_top,
+    "bench": run_bench,
+    "completion": _completion,
 }
 
 

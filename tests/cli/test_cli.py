@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,10 @@ def test_a_refusal_names_its_code_on_stderr(capsys: Any, tmp_path: Path) -> None
     assert "refused [" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "inspect", "peer", "top", "demo", "fetch-demo-model"])
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "inspect", "peer", "top", "bench", "demo", "fetch-demo-model", "completion"],
+)
 def test_every_command_explains_itself(command: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -81,3 +86,13 @@ def test_a_panel_of_the_demo_shows_the_newest_lines() -> None:
     shown = _newest(text).split("\n")
     assert len(shown) == 7 and max(map(len, shown)) <= 34
     assert shown[-1].endswith("word") and "line 19" in shown and "line 0" not in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_flags(shell: str, capsys: Any) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "inspect" in script and "max-loras" in script and "Traceback" not in script
+    tool = shutil.which(shell)
+    if tool is not None:  # the shell itself finds no fault in it
+        subprocess.run([tool, "-n"], input=script, text=True, check=True)

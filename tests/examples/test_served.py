@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import openai
 import pytest
+
+from rota.sched.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ORACLE = ROOT / "tests" / "data" / "oracle" / "llama"
@@ -92,3 +95,16 @@ def test_openais_client(served: Served) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="tiny", prompt="x" * 1000)
         assert caught.value.code == "prompt-too-long"
+
+
+def test_bench_of_a_model_directory_and_of_a_server(
+    model: str, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--requests", "4", "--warmup", "1", "--max-tokens", "3", "--prompt-tokens", "5"]
+    own = ["--adapter", "base", "--lora-adapter", f"x={ADAPTER}", "--max-lora-rank", "16"]
+    assert main(["bench", model, *flags, *own, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["adapters"].keys() == {"base", "x"} and found["total"]["tokens"] == 12
+    assert main(["bench", served.url, *flags, "--adapter", "first", "--rate", "50"]) == 0
+    shown = capsys.readouterr().out
+    assert "first" in shown and "late at p99" in shown
