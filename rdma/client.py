@@ -13,10 +13,10 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +30,17 @@ from ..gpu.lora.layout import SlotLayout
 from ..gpu.lora.overlay import BaseRows
 from ..gpu.lora.pack import reuse_buffer
 from ..gpu.lora.source import RawAdapter
-from ..gpu.lora.stage import StagedAdapter, StageLimits, stage
+from ..gpu.lora.stage import Held, StagedAdapter, StageLimits, stage
 from . import messages as m
+from .address import parse_address
 from .frames2 import Times
 from .layouts import DigestedAdapter, HeldSource, check_packed, layout_spec
-from .link import Link, SocketStream, Stream, parse_address
+from .link import Link, SocketStream, Stream
+from .onesided import Cancelled, OneSided, OneSidedRails
 from .verify import ChunkVerifier, WholeVerifier
 
 log = logging.getLogger("rota.rdma.client")
 
-Cancelled = Callable[[], bool]
 Buffer = npt.NDArray[np.uint8] | bytearray | memoryview
 _PACKED_UP_TO: Final = 2.0
 """A packed image is fetched while it is at most this many times the files' size: it saves the
@@ -52,53 +53,6 @@ _FILES_INSTEAD: Final = {
     "auto": _ALWAYS | {"bad-layout", "fingerprint-mismatch"},
 }
 """Why a peer may not pack although the adapter can be served: its files come instead."""
-
-
-class OneSided(Protocol):
-    """A verbs device with a registered arena, as a client uses it (`verbs.VerbsClient`)."""
-
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Registered memory, uint8 ``[nbytes]``. Raises CapacityError arena-full."""
-        ...
-
-    def contains(self, array: npt.NDArray[np.uint8]) -> bool:
-        """The array lies in registered memory."""
-        ...
-
-    def open(self, count: int) -> OneSidedRails:
-        """Queue pairs, not connected yet. Raises RotaError."""
-        ...
-
-
-class OneSidedRails(Protocol):
-    """The client's queue pairs of one promotion."""
-
-    @property
-    def rails(self) -> list[m.Rail]:
-        """This end, for the peer."""
-        ...
-
-    def connect(self, rails: list[m.Rail]) -> None:
-        """The peer's end. Raises RotaError."""
-        ...
-
-    def read(
-        self,
-        target: npt.NDArray[np.uint8],
-        address: int,
-        rkey: int,
-        deadline: float,
-        cancelled: Cancelled | None,
-        landed: Callable[[int], None],
-        *,
-        stall: float,
-    ) -> None:
-        """Fill ``target`` from the peer's memory. Raises StagingError."""
-        ...
-
-    def close(self) -> None:
-        """Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +107,14 @@ class Peer:
         if not 1 <= self.rails <= m.MAX_RAILS:
             raise RequestError("1..8 rails", code="bad-rails", found=self.rails)
 
+    @property
+    def place(self) -> Hashable:
+        """What two sources of one adapter have in common; how its bytes come makes no difference.
+
+        The secret is part of it: one who guesses it must not stand in for one who knows it.
+        """
+        return ("peer", self.address, self.adapter, self.secret, self.connect)
+
     def read(self, limits: safefile.FileLimits) -> RawAdapter:
         """The files' bytes, digest checked; see `AdapterSource.read`.
 
@@ -176,8 +138,12 @@ class Peer:
         clock: Callable[[], float] = time.perf_counter,
         cancelled: Cancelled | None = None,
         buffer: Buffer | None = None,
+        held: Held | None = None,
     ) -> StagedAdapter:
         """Stage over one connection, from a packed image where that is the shorter way.
+
+        What ``held`` gives for the digest of the peer's current generation is the answer as it is:
+        one question, no bytes.
 
         Raises:
             As `read`, and: RejectError, everything the audit refuses; StagingError stage-cancelled.
@@ -185,6 +151,9 @@ class Peer:
         begun = clock()
         with self._session(cancelled) as session:
             manifest = self._open(session, limits.files)
+            known = None if held is None else held(manifest.digest)
+            if known is not None and known.image.fingerprint == layout.fingerprint():
+                return known
             resolved = clock()
             if self._wants_image(manifest, layout):
                 config = parse_config(manifest.config, max_bytes=limits.files.config_bytes)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from ..errors import RequestError, StagingError, WireError
+from ..errors import StagingError, WireError
 from . import messages as m
 from .desk import raised
 from .frames2 import PayloadDone, Received, Times
@@ -39,21 +39,6 @@ class Stream(Protocol):
     def close(self) -> None:
         """Idempotent."""
         ...
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """``"host:port"`` or ``"[v6]:port"``. Raises RequestError bad-address."""
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise RequestError(
-            "not the address of a peer",
-            code="bad-address",
-            subject=address[:200],
-            expected="host:port",
-        )
-    return host, int(port)
 
 
 def lost(error: OSError) -> StagingError:

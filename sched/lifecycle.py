@@ -21,7 +21,7 @@ import anyio.to_thread
 from ..errors import ModelError
 from ..gpu.device import open_device
 from ..gpu.lora.source import AdapterSource
-from ..gpu.lora.stage import stage
+from ..gpu.lora.stage import Held, stage
 from ..gpu.model.runner import Runner
 from .config import EngineConfig
 from .core import Core, CoreConfig
@@ -93,9 +93,11 @@ class Parts:
         with anyio.CancelScope(shield=True):
             await tasks.start(partial(shell.run))
 
-    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> Any:
+    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool], held: Held) -> Any:
         runner = self.runner
-        return stage(source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled)
+        return stage(
+            source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled, held=held
+        )
 
     async def _on_device(self, job: Callable[[], Any]) -> Any:
         """Run ``job`` on the device thread and wait; a cancelled wait still waits for its end."""

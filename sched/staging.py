@@ -1,14 +1,15 @@
 """Staging workers: sources in, slot images out, off the loop and off the device thread.
 
-Owns the host slot images (by image id) and the signatures that let an unchanged directory skip the
-read. Which image to keep is the core's decision; this file only holds and forgets.
+Owns the host slot images (by image id) and the signatures that let an unchanged source skip the
+read: of a directory the stamps of its files, of a peer's adapter its digest. Which image to
+keep is the core's decision; this file only holds and forgets.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ from ..gpu.lora.directory import belongs
 #: its stamp changing, so its signature proves nothing (the "racy clean" problem).
 _RACY_NS = 2_000_000_000
 
-Signature = tuple[tuple[str, int, int, int], ...]
+#: What an unchanged source still looks like: files' stamps of a directory, else a digest.
+Signature = tuple[tuple[str, int, int, int], ...] | str
 
 
 class Staged(Protocol):
@@ -37,8 +39,12 @@ class Staged(Protocol):
     def digest(self) -> str: ...
 
 
-#: ``(source, cancelled) -> staged``; runs on a worker thread.
-StageFunction = Callable[[Any, Callable[[], bool]], Staged]
+#: Digest -> what was staged from the same place with that content, while its image is held.
+Held = Callable[[str], Any]
+
+#: ``(source, cancelled, held) -> staged``; runs on a worker thread. A source that learns its digest
+#: before its bytes (a peer's) may answer with what ``held`` gives.
+StageFunction = Callable[[Any, Callable[[], bool], Held], Staged]
 
 
 class StageOutcome(msgspec.Struct, frozen=True):
@@ -66,7 +72,10 @@ class StageRunner(Protocol):
 def source_key(source: Any) -> object:
     """Two sources with equal keys are the same place. Bytes are a place of their own."""
     path = getattr(source, "path", None)
-    return ("dir", os.path.realpath(path)) if path is not None else ("object", id(source))
+    if path is not None:
+        return ("dir", os.path.realpath(path))
+    place: Hashable | None = getattr(source, "place", None)
+    return ("object", id(source)) if place is None else place
 
 
 def directory_signature(path: Path, now_ns: int) -> Signature | None:
@@ -147,15 +156,38 @@ class Stager:
     def _work(self, source: Any, flag: threading.Event) -> StageOutcome:
         if flag.is_set():
             raise StagingError("cancelled before it began", code="stage-cancelled")
-        path = getattr(source, "path", None)
+        key, path = source_key(source), getattr(source, "path", None)
         before = directory_signature(Path(path), self._clock_ns()) if path is not None else None
         if before is not None:
-            image = self._by_signature.get((source_key(source), before), -1)
-            staged = self.images.get(image)
-            if staged is not None:
-                return StageOutcome(staged, image, before)
+            found = self._find(key, before)
+            if found is not None:
+                return StageOutcome(found[1], found[0], before)
+
+        def held(digest: str) -> Staged | None:
+            found = self._find(key, digest)
+            return None if found is None else found[1]
+
+        staged = self._stage_or_raise(source, flag, held)
+        if path is not None:
+            after = None
+            if before is not None:
+                after = directory_signature(Path(path), self._clock_ns())
+            return StageOutcome(staged, -1, after if after == before else None)
+        if getattr(source, "place", None) is None:
+            return StageOutcome(staged, -1, None)
+        found = self._find(key, staged.digest)
+        again = found is not None and found[1] is staged
+        return StageOutcome(staged, found[0] if found and again else -1, staged.digest)
+
+    def _find(self, key: object, signature: Signature) -> tuple[int, Staged] | None:
+        """The image held of a place that looked so, and its id."""
+        image = self._by_signature.get((key, signature), -1)
+        staged = self.images.get(image)
+        return None if staged is None else (image, staged)
+
+    def _stage_or_raise(self, source: Any, flag: threading.Event, held: Held) -> Staged:
         try:
-            staged = self._stage(source, flag.is_set)
+            return self._stage(source, flag.is_set, held)
         except RotaError:
             raise
         except OSError as error:
@@ -167,7 +199,3 @@ class Stager:
             ) from error
         except MemoryError as error:
             raise StagingError("no host memory for the slot image", code="stage-memory") from error
-        after = None
-        if path is not None and before is not None:
-            after = directory_signature(Path(path), self._clock_ns())
-        return StageOutcome(staged, -1, after if after == before else None)

@@ -47,6 +47,10 @@ class StagedAdapter:
     digest: str
 
 
+Held = Callable[[str], "StagedAdapter | None"]
+"""Digest -> what was staged from the same place with that content, if it is still held."""
+
+
 @runtime_checkable
 class SelfStaging(Protocol):
     """A source that knows a shorter way to an image than its bytes (a peer that packs ahead).
@@ -64,6 +68,7 @@ class SelfStaging(Protocol):
         clock: Callable[[], float] = ...,
         cancelled: Callable[[], bool] | None = None,
         buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+        held: Held | None = None,
     ) -> StagedAdapter:
         """See `stage`."""
         ...
@@ -78,6 +83,7 @@ def stage(
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] | None = None,
     buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+    held: Held | None = None,
 ) -> StagedAdapter:
     """Read one adapter and pack it for ``layout``.
 
@@ -90,6 +96,8 @@ def stage(
         clock: seconds, for the report.
         cancelled: asked before each phase; True ends staging.
         buffer: ``layout.slot_bytes`` writable bytes to pack into (zeroed first); default fresh.
+        held: asked by a source that is `SelfStaging` once it knows the digest: what this gives is
+            returned as it is.
 
     Raises:
         RejectError: the adapter's own fault, codes in docs/reject-codes.md.
@@ -99,7 +107,7 @@ def stage(
     limits = StageLimits() if limits is None else limits
     if isinstance(source, SelfStaging):
         return source.stage_for(
-            layout, limits, base_rows, clock=clock, cancelled=cancelled, buffer=buffer
+            layout, limits, base_rows, clock=clock, cancelled=cancelled, buffer=buffer, held=held
         )
     marks = [clock()]
 

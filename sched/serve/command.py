@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ import anyio.to_thread
 import uvicorn
 
 from ...errors import CommandError, EngineClosedError
+from ..face import Source
 from ..ipc.client import connect
 from ..ipc.server import IpcServer
 from ..web.app import create_app
 from ..web.tracing import open_tracer
 from .options import Options, ServeConfig
 from .protocol import protocol
+from .sources import Sources
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +37,9 @@ _log = logging.getLogger("rota.sched.serve")
 _GRACE_S = 10
 
 
-def open_engine(options: Options) -> Any:
-    """The engine to serve, not entered yet: our own, or a client of a process."""
+def open_engine(options: Options, adapters: Mapping[str, Source]) -> Any:
+    """The engine to serve, not entered yet: our own with start-up ``adapters``, or a client of a
+    process."""
     config = options.serve
     if config.connect is not None:
         return connect(config.connect, token=config.ipc_token)
@@ -47,23 +50,25 @@ def open_engine(options: Options) -> Any:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     assert config.model is not None
-    return Engine(config.model, config.adapters, **options.engine)
+    return Engine(config.model, adapters, **options.engine)
 
 
 async def serve(
     options: Options,
     console: Console,
     *,
-    engine: Callable[[Options], Any] = open_engine,
+    engine: Callable[[Options, Mapping[str, Source]], Any] = open_engine,
     task_status: anyio.abc.TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Everything, until a signal or cancellation. Started with the base URL, if HTTP is served."""
     config = options.serve
+    sources = Sources(config.peer_secret_file, config.peer_arena_bytes)
     async with AsyncExitStack() as stack:
+        stack.callback(sources.close)
         with console.status(f"opening {config.model or config.connect}"):
-            live = await stack.enter_async_context(engine(options))
-        for name, directory in config.stageable.items():
-            await live.register(name, directory)
+            live = await stack.enter_async_context(engine(options, sources.all(config.adapters)))
+        for name, source in sources.all(config.stageable).items():
+            await live.register(name, source)
         async with anyio.create_task_group() as tasks:
             if config.ipc is not None:
                 ipc = IpcServer(live, token=config.ipc_token)

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...errors import CommandError
+from ...errors import CommandError, RequestError
+from ...rdma.address import SCHEME, parse_peer_url
 from ..config import EngineConfig
 from ..web.settings import HttpSettings
 
@@ -25,14 +26,18 @@ _MAX_FILE = 1 << 20
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``rota serve`` itself needs. ``model``: checkpoint directory, or ``connect``: address of
-    an engine process. ``adapters``: name to directory, loaded at start; ``stageable``: known names
-    that load on the first request. ``tls_cert``, ``tls_key``: PEM files, both or neither.
-    ``traces``: an OTLP/HTTP endpoint. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
+    an engine process. ``adapters``: name to directory or ``peer://host:port/id``, loaded at start;
+    ``stageable``: known names that load on the first request. ``peer_secret_file``: what weight
+    peers are shown; ``peer_arena_bytes``: registered memory for RDMA reads from them. ``tls_cert``,
+    ``tls_key``: PEM files, both or neither. ``traces``: an OTLP/HTTP endpoint. ``ipc``: address for
+    frontends, with ``ipc_token`` on TCP."""
 
     model: str | None = None
     connect: str | None = None
     adapters: dict[str, str] = {}
     stageable: dict[str, str] = {}
+    peer_secret_file: str | None = None
+    peer_arena_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     http: bool = True
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
@@ -60,8 +65,10 @@ class Options(msgspec.Struct, frozen=True):
 #: Help of each flag; a field without a line here is a mistake (a test says so).
 HELP: dict[str, str] = {
     "connect": "serve an engine process at this address instead of a model of our own",
-    "adapters": "NAME=DIR: load this adapter at start (repeat)",
-    "stageable": "NAME=DIR: know this adapter; the first request for it loads it (repeat)",
+    "adapters": "a directory or peer://HOST:PORT/ID: load this adapter at start (repeat)",
+    "stageable": "the same, but only known: the first request for it loads it (repeat)",
+    "peer_secret_file": "file with the secret that weight peers and this engine share",
+    "peer_arena_bytes": "memory registered for RDMA reads from weight peers; 0: by TCP",
     "http": "whether to serve HTTP at all (true or false)",
     "host": "address to listen on",
     "port": "port to listen on; 0 picks a free one",
@@ -110,6 +117,7 @@ HELP: dict[str, str] = {
     "seed": "of draws of requests that bring no seed",
 }
 _PAIRS = ("adapters", "stageable")
+_OWN = (*_PAIRS, "peer_secret_file", "peer_arena_bytes")  # of no use to a frontend
 _LISTS = ("api_keys", "admin_keys", "directories")
 _FLAGS = {
     "adapters": "--lora-adapter",
@@ -137,7 +145,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 dest=name,
                 default=None,
                 action="append" if repeat else "store",
-                metavar="NAME=DIR" if name in _PAIRS else name.removesuffix("s").upper(),
+                metavar="NAME=SOURCE" if name in _PAIRS else name.removesuffix("s").upper(),
                 help=HELP[name],
             )
 
@@ -172,11 +180,14 @@ def read_options(args: argparse.Namespace) -> Options:
             expected="both or neither",
         )
     engine = {n: given[n] for n in EngineConfig.__struct_fields__ if n in given}
-    if serve.connect is not None and (engine or serve.adapters or serve.stageable):
-        extra = next(iter([*engine, *(n for n in _PAIRS if getattr(serve, n))]))
+    extra = next(iter([*engine, *(n for n in _OWN if getattr(serve, n))]), None)
+    if serve.connect is not None and extra is not None:
         raise CommandError(
             "the engine process has its own options", code="option-not-here", subject=extra
         )
+    for name in _PAIRS:
+        for key, text in getattr(serve, name).items():
+            _check_source(f"{_FLAGS[name]} {key}", text)
     if "model_name" not in given and serve.model is not None:
         given["model_name"] = Path(serve.model).resolve().name or "base"
     checked = _group(engine, EngineConfig)
@@ -210,10 +221,25 @@ def _pairs(name: str, values: list[str]) -> dict[str, str]:
         key, equals, path = value.partition("=")
         if not (key and equals and path) or key in pairs:
             raise CommandError(
-                "not a new NAME=DIR", code="bad-option", subject=_FLAGS[name], found=value
+                "not a new NAME=SOURCE", code="bad-option", subject=_FLAGS[name], found=value
             )
         pairs[key] = path
     return pairs
+
+
+def _check_source(subject: str, text: str) -> None:
+    """Refuse a peer's address that cannot be right now, not at the first request for it."""
+    if text.startswith(SCHEME):
+        try:
+            parse_peer_url(text)
+        except RequestError as error:
+            raise CommandError(
+                error.message,
+                code="bad-option",
+                subject=subject,
+                expected=error.expected,
+                found=text,
+            ) from error
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ..core import events as ev
 from ..face import DEFAULT, AdapterReply, Default, Source
 from ..generation import Generation
 from ..shell import Shell
-from ..staging import Stager
+from ..staging import Held, Stager
 from ..streams import Outlet, Stream
 from ..text.chat import ChatTemplate
 from ..text.detokenizer import byte_alphabet
@@ -181,7 +181,7 @@ class SimEngine:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._thread.join, 10.0)
 
-    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool]) -> SimStaged:
+    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool], held: Held) -> SimStaged:
         if self._gate is not None:
             self._gate.wait()
         raw = source.read(FileLimits())

@@ -19,9 +19,10 @@ from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, StageLimits, stage
 from rota.rdma import messages as m
+from rota.rdma.address import parse_address, parse_peer_url
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
-from rota.rdma.link import Link, SocketStream, parse_address
+from rota.rdma.link import Link, SocketStream
 from rota.rdma.peer import PeerLimits
 from rota.rdma.store import StoreLimits
 
@@ -189,6 +190,7 @@ def test_refusals_over_the_wire(kit: Any, serve: Any, folder: Path) -> None:
     assert refusal(one(address=address)).code == "peer-unreachable"
     for address in ("host", "host:", ":1", "host:70000", "host:1x"):
         assert refusal(lambda a=address: Peer(a, "one")).code == "bad-address"
+    assert parse_peer_url("peer://[::1]:5/a%2Fb") == ("[::1]:5", "a/b")
     assert parse_address("[::1]:5") == ("::1", 5)
     for adapter in ("", "x" * 256):
         assert refusal(lambda a=adapter: Peer("h:1", a)).code == "bad-adapter-id"

@@ -15,8 +15,9 @@ from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
+from rota.rdma.address import parse_address
 from rota.rdma.client import Peer
-from rota.rdma.link import SocketStream, parse_address
+from rota.rdma.link import SocketStream
 from rota.rdma.rails import VerbsClient
 from rota.rdma.verbs import Device
 from rota.rdma.wire1 import GotManifest, QueuePair1, Ready, ServerRails, Wire1Client

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,15 @@ def test_flags_become_values() -> None:
         (["m", "--connect", "unix:x"], "", "no-model", None),
         (["--connect", "unix:x", "--max-loras", "2"], "", "option-not-here", "max_loras"),
         (["--connect", "unix:x", "--lora-adapter", "a=b"], "", "option-not-here", "adapters"),
+        (
+            ["--connect", "unix:x", "--peer-arena-bytes", "1"],
+            "",
+            "option-not-here",
+            "peer_arena_bytes",
+        ),
+        (["m", "--lora-stageable", "a=peer://h/x"], "", "bad-option", "--lora-stageable a"),
+        (["m", "--lora-adapter", "a=peer://h:1"], "", "bad-option", "--lora-adapter a"),
+        (["m"], '[stageable]\na = "peer://h:1/"', "bad-option", "--lora-stageable a"),
         (["m", "--lora-adapter", "nopath"], "", "bad-option", "--lora-adapter"),
         (["m", "--max-loras", "many"], "", "bad-option", "max_loras"),
         (["m", "--port", "99999"], "", "bad-option", "port"),
@@ -109,14 +119,14 @@ def test_check_prints_the_options_without_secrets() -> None:
     assert run_serve(args, Console(file=out, width=200)) == 0
     shown = json.loads(out.getvalue())
     assert shown["http"]["admin_keys"] == "1 keys" and shown["serve"]["port"] == 8000
-    assert "secret" not in out.getvalue() and "hush" not in out.getvalue()
+    assert "a-secret-key" not in out.getvalue() and "hush" not in out.getvalue()
 
 
 def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def simulated(_: Options) -> Any:
+def simulated(_: Options, adapters: Mapping[str, Any]) -> Any:
     return SimEngine()
 
 
@@ -170,7 +180,7 @@ async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
     config = options("m", "--port", "0", "--ipc", str(tmp_path / "rota.sock"))
     kept: list[SimEngine] = []
 
-    def remembered(given: Options) -> SimEngine:
+    def remembered(given: Options, adapters: Mapping[str, Any]) -> SimEngine:
         kept.append(SimEngine())
         return kept[0]
 

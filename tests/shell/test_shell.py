@@ -390,7 +390,7 @@ async def test_an_aborted_close_does_not_wait_for_staging_that_never_ends() -> N
 async def test_abandoning_staging_leaves_its_thread_behind() -> None:
     hold, started = threading.Event(), threading.Event()
 
-    def work(source: Any, cancelled: Any) -> Any:
+    def work(source: Any, cancelled: Any, held: Any) -> Any:
         started.set()
         hold.wait(30)
         return None

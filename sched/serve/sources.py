@@ -1,0 +1,80 @@
+"""Adapters named on the command line: a directory, or ``peer://host:port/id``.
+
+Owns the secret for peers and the registered memory they are read into; both are the same for every
+peer. Invariant: :meth:`close` comes after the engine has ended, when nothing is read any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import CommandError, RotaError
+from ...rdma.address import SCHEME, parse_peer_url
+from ...rdma.client import Peer
+from ...rdma.rails import VerbsClient
+from ...rdma.verbs import open_client
+from ..face import Source
+
+_log = logging.getLogger("rota.sched.serve.sources")
+_MIN_SECRET, _MAX_SECRET = 16, 4096
+
+
+class Sources:
+    """Makes sources out of options.
+
+    Args:
+        secret_file: of the peers' secret, or ``None``; white space around it does not count.
+        arena_bytes: registered memory for one-sided reads; 0 for TCP alone. Without a verbs device
+            everything comes by TCP, with one log line.
+
+    Raises:
+        CommandError: ``bad-secret-file``.
+    """
+
+    def __init__(self, secret_file: str | None = None, arena_bytes: int = 0) -> None:
+        self._secret = None if secret_file is None else _secret(Path(secret_file))
+        self._transport: VerbsClient | None = open_client(arena_bytes) if arena_bytes else None
+
+    def of(self, text: str) -> Source:
+        """A :class:`~rota.rdma.client.Peer`, or the directory's path as it is."""
+        if not text.startswith(SCHEME):
+            return text
+        address, adapter = parse_peer_url(text)
+        return Peer(address, adapter, secret=self._secret, transport=self._transport)
+
+    def all(self, named: Mapping[str, str]) -> dict[str, Source]:
+        """:meth:`of` for every name."""
+        return {name: self.of(text) for name, text in named.items()}
+
+    def close(self) -> None:
+        """Give the registered memory and the device back. Idempotent."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        try:
+            transport.close()
+        except RotaError as error:  # an abandoned stage may still hold a block
+            _log.error("the verbs device stays open: %s", error)
+
+
+def _secret(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            secret = file.read(_MAX_SECRET + 1).strip()
+    except OSError as error:
+        raise CommandError(
+            "the secret for peers cannot be read",
+            code="bad-secret-file",
+            subject=str(path),
+            found=error.strerror,
+        ) from error
+    if not _MIN_SECRET <= len(secret) <= _MAX_SECRET:
+        raise CommandError(
+            "a secret for peers has 16 to 4096 bytes",
+            code="bad-secret-file",
+            subject=str(path),
+            found=f"{len(secret)} bytes",
+        )
+    return secret
