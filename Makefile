@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := .cache/SmolLM2-135M-Instruct
 
-.PHONY: demo test model lint types bench clean
+.PHONY: demo test model lint types docs bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ lint: $(VENV)/.lint
 types: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed
+	VENV=$(VENV) .ci/docs
 
 bench: model
 	$(BIN)/python bench/decode.py
