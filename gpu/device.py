@@ -20,6 +20,7 @@ reading memory nobody wrote is seen; never rely on zero.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from types import MappingProxyType
 from typing import Final, Literal, NewType, Protocol
 
 from ..errors import DeviceError
+
+log = logging.getLogger("rota.gpu.device")
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
@@ -313,8 +316,8 @@ class Device(Protocol):
 def open_device(spec: Literal["auto", "cpu", "cuda"] = "auto") -> Device:
     """Open ``"cpu"`` (the host), ``"cuda"`` (a GPU or a named refusal) or ``"auto"``: the best.
 
-    ``"auto"`` takes the GPU where the driver shows one, and else the host. Compiled kernels are
-    cached in ``~/.cache/rota/kernels``.
+    ``"auto"`` takes the GPU where the driver shows one and torch can use it, and else the host,
+    with one log line that says why. Compiled kernels are cached in ``~/.cache/rota/kernels``.
 
     Raises:
         DeviceError: ``cuda-unavailable`` (says why) or ``bad-argument`` (unknown spec); with
@@ -331,10 +334,19 @@ def open_device(spec: Literal["auto", "cpu", "cuda"] = "auto") -> Device:
     if spec != "cpu":
         from .cuda_probe import why_unavailable
 
-        if spec == "cuda" or why_unavailable() is None:
+        why = why_unavailable()
+        if why is None:
             from .cuda import CudaDevice
+            from .cuda_tensors import why_no_torch_cuda
 
-            return CudaDevice(cache_dir=Path.home() / ".cache" / "rota" / "kernels")
+            why = why_no_torch_cuda()
+            if why is None:
+                return CudaDevice(cache_dir=Path.home() / ".cache" / "rota" / "kernels")
+        if spec == "cuda":
+            raise DeviceError(
+                f"no CUDA device can be used: {why}", code="cuda-unavailable", subject="cuda"
+            )
+        log.info("the host serves, no CUDA device can be used: %s", why)
     from .host import HostDevice
 
     return HostDevice()

@@ -46,12 +46,14 @@ class GraphKey:
         rows: padded rows.
         case: the kernels in it.
         width: tokens a row feeds (1 for decode, drafts + 1 for verify).
+        span: KV blocks of each row that its attention covers; 0 where the kernels find that out.
     """
 
     kind: Kind
     rows: int
     case: Case
     width: int = 1
+    span: int = 0
 
 
 def bucket_of(rows: int, buckets: tuple[int, ...] = BUCKETS) -> int | None:

@@ -19,10 +19,11 @@ import anyio.abc
 import anyio.to_thread
 
 from ..errors import ModelError
-from ..gpu.device import open_device
+from ..gpu.device import Device, open_device
 from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
 from ..gpu.model.runner import Runner
+from ..gpu.model.torch_runner import TorchRunner
 from .config import EngineConfig
 from .core import Core, CoreConfig
 from .shell import Shell
@@ -42,7 +43,7 @@ class Parts:
         self.config = config
         self.thread = DeviceThread(limit=4 * (config.max_running + config.max_loras) + 64)
         self.stack = AsyncExitStack()
-        self.runner: Runner
+        self.runner: Runner | TorchRunner
         self.core: Core
         self.shell: Shell
         self.tokenizer: Tokenizer | None = None
@@ -156,10 +157,20 @@ class Parts:
             _log.error("the device thread still runs; it is left behind as a daemon")
 
 
-def _load_runner(config: EngineConfig, model_dir: Path) -> Runner:
-    # The runner's memory must be host addressable today; a GPU is opened only when asked for, and
-    # then refused by name.
-    device = open_device("cpu" if config.device == "auto" else config.device)
+def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
+    device = open_device(config.device)
+    try:
+        if not device.host_addressable:
+            return _load_on_accelerator(config, model_dir, device)
+    except ModelError as error:
+        device.close()
+        if config.device != "auto" or error.code != "family-not-on-device":
+            raise
+        _log.warning("the host serves: %s", error)
+        device = open_device("cpu")
+    except BaseException:
+        device.close()
+        raise
     try:
         return Runner.load(
             model_dir,
@@ -178,6 +189,20 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner:
     except BaseException:
         device.close()
         raise
+
+
+def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) -> TorchRunner:
+    return TorchRunner.load(
+        model_dir,
+        device,
+        dtype=config.dtype,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        overlay_rows=config.overlay_rows,
+        kv_bytes=config.kv_bytes,
+        max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
+        max_sequences=config.max_running,
+    )
 
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer | None:

@@ -19,7 +19,7 @@ PARAM: Final = re.compile(
 SHARED: Final = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
 LABEL: Final = re.compile(r"^(\$[\w$]+):")
 INSTRUCTION: Final = re.compile(r"(?:@(!?)(%\w+)\s+)?([\w.:]+)\s*(.*?);$", re.S)
-OPERAND: Final = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,]+")
+OPERAND: Final = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 REGISTERS: Final = re.compile(r"\.reg\s+\.[busf](\d+)\s+(%[a-z]+)<")
 PARAM_BYTES: Final = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
 

@@ -1,7 +1,8 @@
 """The LoRA delta and the table refresh on any `Device`: kernel specs, launch shapes, a group.
 
-What it is: `lora.cu` and `tables.cu` as `KernelSpec`s with a host form each, so that one launch
-code runs on the host device, the test driver and a GPU. It owns no memory: planes are the caller's.
+What it is: `lora.cu` (bf16), `lora_f32.cu` and `tables.cu` as `KernelSpec`s with a host form each,
+so that one launch code runs on the host device, the test driver and a GPU. It owns no memory:
+planes are the caller's.
 
 Invariants: the number of splits, hence the order of additions, depends on k_in alone, so a row's
 result does not depend on how many rows are served with it; nothing is launched for no rows.
@@ -28,6 +29,7 @@ MAX_ROWS: Final = 65535
 LONG_INPUT: Final = 4096
 EXPAND_THREADS: Final = 128
 PAIRS_PER_BLOCK: Final = 128
+SOURCES: Final = {torch.bfloat16: "lora.cu", torch.float32: "lora_f32.cu"}
 
 Args = tuple[int | float, ...]
 
@@ -58,12 +60,22 @@ def expand_span(rank: int) -> int:
 
 
 @cache
-def lora_specs(rank: int, chunk: int) -> tuple[KernelSpec, KernelSpec]:
-    """Shrink and expand for one padded rank and chunk.
+def lora_specs(
+    rank: int, chunk: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[KernelSpec, KernelSpec]:
+    """Shrink and expand for one padded rank, chunk and element type.
 
     Raises:
-        DeviceError: bad-argument, for a rank the kernels are not made for.
+        DeviceError: bad-argument, for a rank or a type the kernels are not made for.
     """
+    if dtype not in SOURCES:
+        raise DeviceError(
+            "no LoRA kernels for this element type",
+            code="bad-argument",
+            subject="dtype",
+            expected="bfloat16 or float32",
+            found=dtype,
+        )
     if rank % 8 or not 8 <= rank <= MAX_RANK:
         raise DeviceError(
             "no LoRA kernels for this rank",
@@ -72,14 +84,14 @@ def lora_specs(rank: int, chunk: int) -> tuple[KernelSpec, KernelSpec]:
             expected=f"a multiple of 8 in 8..{MAX_RANK}",
             found=rank,
         )
-    text = Path(__file__).with_name("lora.cu").read_text(encoding="utf-8")
+    text = Path(__file__).with_name(SOURCES[dtype]).read_text(encoding="utf-8")
     source = f"#define RANK {rank}\n#define CHUNK {chunk}\n{text}"
 
     def shrink(*args: int | float) -> None:
-        _host_shrink(rank, chunk, args)
+        _host_shrink(rank, chunk, dtype, args)
 
     def expand(*args: int | float) -> None:
-        _host_expand(rank, args)
+        _host_expand(rank, dtype, args)
 
     return (
         KernelSpec("lora_shrink", "p" * 6 + "i" * 5, shrink, source),
@@ -168,6 +180,7 @@ class DeviceLoraGroup:
         max_loras: cells of each table row.
         planes: address of scratch that no other work uses at the same time.
         planes_nbytes: its size; `planes_bytes` says what a number of rows needs.
+        dtype: of x, out, A and B: bfloat16 or float32.
 
     Raises:
         DeviceError: bad-argument, and what loading a kernel raises.
@@ -183,6 +196,7 @@ class DeviceLoraGroup:
         max_loras: int,
         planes: int,
         planes_nbytes: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         if not 1 <= len(slices) <= MAX_SLICES or k_in % 8 or k_in <= 0 or planes % 16:
             raise DeviceError(
@@ -191,7 +205,7 @@ class DeviceLoraGroup:
                 expected=f"1 to {MAX_SLICES} slices, k_in a multiple of 8, planes on 16 bytes",
                 found=f"{len(slices)} slices, k_in {k_in}, planes at {planes:#x}",
             )
-        shrink, expand = lora_specs(rank, chunk_of(k_in))
+        shrink, expand = lora_specs(rank, chunk_of(k_in), dtype)
         self._device = device
         self._shrink, self._expand = device.load_kernel(shrink), device.load_kernel(expand)
         self._planes, self._planes_nbytes = planes, planes_nbytes
@@ -224,9 +238,9 @@ class DeviceLoraGroup:
         """Queue out[row] += scale * delta for every row with an adapter.
 
         Args:
-            x_addr: address of bf16 x ``[n_rows, k_in]``, on 16 bytes.
+            x_addr: address of x ``[n_rows, k_in]``, on 16 bytes.
             x_stride: elements between rows of x, a multiple of 8.
-            out_addr: address of column 0 of bf16 out; must not overlap x.
+            out_addr: address of column 0 of out; must not overlap x.
             out_stride: elements between rows of out.
             row_slot_addr: address of int32 ``[n_rows]``, -1 = base; a slot outside the tables kills
                 the device.
@@ -276,24 +290,24 @@ def _cell(table: int, slot: int, max_loras: int) -> int:
     return int(view_at(table, (max_loras,), torch.int64)[slot])
 
 
-def _host_shrink(rank: int, chunk: int, args: Args) -> None:
+def _host_shrink(rank: int, chunk: int, dtype: torch.dtype, args: Args) -> None:
     planes_addr, x_addr, a0, a1, a2, rows_addr = (int(arg) for arg in args[:6])
     n_rows, k_in, x_stride, n_slices, max_loras = (int(arg) for arg in args[6:])
     splits = -(-k_in // chunk)
     planes = view_at(planes_addr, (splits, n_rows, n_slices, rank), torch.float32)
-    x = strided_at(x_addr, n_rows, k_in, x_stride, torch.bfloat16)
+    x = strided_at(x_addr, n_rows, k_in, x_stride, dtype)
     for row, slot in enumerate(view_at(rows_addr, (n_rows,), torch.int32).tolist()):
         for part, table in enumerate((a0, a1, a2)[:n_slices]):
             address = _cell(table, slot, max_loras) if slot >= 0 else 0
             if address == 0:
                 continue
-            a = view_at(address, (rank, k_in), torch.bfloat16)
+            a = view_at(address, (rank, k_in), dtype)
             for split in range(splits):
                 span = slice(split * chunk, min(k_in, (split + 1) * chunk))
                 planes[split, row, part] = a[:, span].float() @ x[row, span].float()
 
 
-def _host_expand(rank: int, args: Args) -> None:
+def _host_expand(rank: int, dtype: torch.dtype, args: Args) -> None:
     out_addr, planes_addr = int(args[0]), int(args[1])
     a_tables, b_tables, scales = args[2:5], args[5:8], args[8:11]
     rows_addr, n_rows, out_stride, splits, n_slices, max_loras = (int(arg) for arg in args[11:17])
@@ -306,13 +320,13 @@ def _host_expand(rank: int, args: Args) -> None:
             if b_addr == 0 or _cell(int(a_tables[part]), slot, max_loras) == 0:
                 continue
             scale = view_at(int(scales[part]), (max_loras,), torch.float32)[slot]
-            b = view_at(b_addr, (width, rank), torch.bfloat16).float()
+            b = view_at(b_addr, (width, rank), dtype).float()
             total = torch.zeros(rank)
             for split in range(splits):
                 total += planes[split, row, part]
-            delta = (b @ total.bfloat16().float()).bfloat16().float()
-            place = out_addr + 2 * (row * out_stride + int(columns[part]))
-            out = view_at(place, (width,), torch.bfloat16)
+            delta = (b @ total.to(dtype).float()).to(dtype).float()
+            place = out_addr + dtype.itemsize * (row * out_stride + int(columns[part]))
+            out = view_at(place, (width,), dtype)
             out.copy_(out.float() + scale * delta)
 
 

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from ...errors import InternalError
 from ..device import Device, Stream
 from ..kernels.affine import AffineGroup, AffineSlice
-from ..kernels.bgmv import LoraGroup, LoraSlice
-from ..kernels.host import HostKernels
+from ..kernels.bgmv import LoraSlice
 from ..lora.dims import LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
+from .batch import RowLike
 
 GROUPS: Final = (
     (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
@@ -57,6 +57,20 @@ class Delta(Protocol):
     ) -> None: ...
 
 
+class GroupMaker(Protocol):
+    """Makes the groups of one model, for its device and dtype; see `HostKernels`."""
+
+    def lora_group(
+        self, slices: tuple[LoraSlice, ...], *, k_in: int, rank: int, max_loras: int
+    ) -> Delta:
+        """A group of pairs that share one input."""
+        ...
+
+    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
+        """The vectors of such a group; asked for only with an affine layout."""
+        ...
+
+
 LayerPlan = tuple[Delta | None, ...]
 """What to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
 
@@ -64,7 +78,7 @@ LayerPlan = tuple[Delta | None, ...]
 class DeltaThenAffine:
     """A group's delta and then its vectors: y = mul * (y + delta) + add."""
 
-    def __init__(self, lora: LoraGroup, affine: AffineGroup) -> None:
+    def __init__(self, lora: Delta, affine: AffineGroup) -> None:
         self._lora, self._affine = lora, affine
 
     def apply(
@@ -96,7 +110,7 @@ class Adapters:
     def __init__(
         self,
         device: Device,
-        kernels: HostKernels,
+        kernels: GroupMaker,
         layout: SlotLayout,
         max_loras: int,
         *,
@@ -105,17 +119,22 @@ class Adapters:
     ) -> None:
         self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows)
         self._device, self._stream = device, stream
-        self._groups = tuple(
-            tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
-            for layer in range(layout.dims.num_layers)
-        )
-        self._with_affine = tuple(
-            tuple(
-                lora and DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
-                for lora, modules in zip(groups, GROUPS, strict=True)
+        try:
+            self._groups = tuple(
+                tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
+                for layer in range(layout.dims.num_layers)
             )
-            for layer, groups in enumerate(self._groups if layout.affine else ())
-        )
+            self._with_affine = tuple(
+                tuple(
+                    lora
+                    and DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
+                    for lora, modules in zip(groups, GROUPS, strict=True)
+                )
+                for layer, groups in enumerate(self._groups if layout.affine else ())
+            )
+        except BaseException:
+            self.pool.close()
+            raise
         group_of = {module: index for index, modules in enumerate(GROUPS) for module in modules}
         self._pair_layers = np.array([pair.layer for pair in layout.pairs], np.intp)
         self._pair_groups = np.array([group_of[pair.module] for pair in layout.pairs], np.intp)
@@ -125,8 +144,8 @@ class Adapters:
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
     def _group(
-        self, kernels: HostKernels, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
-    ) -> LoraGroup | None:
+        self, kernels: GroupMaker, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
+    ) -> Delta | None:
         if not layout.dims.applies_to_layer(layer, modules[0]):
             return None
         slices = []
@@ -142,7 +161,7 @@ class Adapters:
         )
 
     def _affine_group(
-        self, kernels: HostKernels, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
+        self, kernels: GroupMaker, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
     ) -> AffineGroup:
         slices = []
         column = 0
@@ -241,3 +260,29 @@ class Adapters:
         self._active.clear()
         self._plans.clear()
         self.pool.close()
+
+
+def slots_of(adapters: Adapters | None, rows: Sequence[RowLike]) -> frozenset[int]:
+    """The slots a step's rows name, each of them filled.
+
+    Args:
+        adapters: ``None`` in a runner without slots.
+
+    Raises:
+        InternalError: empty-slot.
+    """
+    slots = frozenset(row.slot for row in rows)
+    if slots == {-1}:
+        return slots
+    for row in rows:
+        if adapters is not None:
+            adapters.check(row.slot, row.seq)
+        elif row.slot != -1:
+            raise InternalError(
+                "a row names a slot, and this runner has none",
+                code="empty-slot",
+                subject=f"sequence {row.seq}",
+                expected=-1,
+                found=row.slot,
+            )
+    return slots

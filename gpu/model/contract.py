@@ -87,17 +87,6 @@ def named_failure() -> Iterator[None]:
         ) from error
 
 
-def no_slots(seq: int, slot: int) -> InternalError:
-    """The refusal of a row that names a slot of a runner without slots."""
-    return InternalError(
-        "a row names a slot, and this runner has none",
-        code="empty-slot",
-        subject=f"sequence {seq}",
-        expected=-1,
-        found=slot,
-    )
-
-
 def row_output(seq: int, choice: Choice) -> RowOutput:
     """What a row's choice becomes in the step's answer."""
     return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)

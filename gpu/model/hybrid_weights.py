@@ -16,11 +16,10 @@ from typing import Final
 import torch
 
 from ..kernels.gdn import GdnShape, GdnWeights
-from ..kernels.linear import PackedLinear
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .hybrid_config import MoeShape
-from .tensors import TensorLoader
+from .tensors import Linear, TensorLoader
 
 Shapes = dict[str, tuple[int, ...]]
 # Longest first. All stand for the text model's own "model." (transformers renames them alike).
@@ -42,37 +41,37 @@ _ASIDE: Final = (
 class AttentionWeights:
     """``qkv``: q with each head's gate behind it, k and v rows stacked."""
 
-    qkv: PackedLinear
+    qkv: Linear
     q_norm: torch.Tensor
     k_norm: torch.Tensor
-    o: PackedLinear
+    o: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaNetWeights:
     """``projection``: in_proj_qkv, z, b and a rows stacked."""
 
-    projection: PackedLinear
+    projection: Linear
     inner: GdnWeights
-    out: PackedLinear
+    out: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeights:
     """``gate_up``: gate rows, then up rows."""
 
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeWeights:
     """``shared_gate``: one row. ``experts``: in order of their ids."""
 
-    router: PackedLinear
+    router: Linear
     experts: tuple[DenseWeights, ...]
     shared: DenseWeights
-    shared_gate: PackedLinear
+    shared_gate: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,7 +94,7 @@ class MoeBlock:
     ) -> torch.Tensor:
         gate_up = weights.gate_up(x)
         _add(on_gate_up, x, gate_up, row_slots)
-        acted = self._acted[weights.down.k_in][: x.shape[0]]
+        acted = self._acted[gate_up.shape[1] // 2][: x.shape[0]]
         self._kernels.silu_mul(gate_up, acted)
         y = weights.down(acted)
         _add(on_down, acted, y, row_slots)

@@ -23,7 +23,7 @@ from ..kernels.host import HostKernels
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
 from ..lora.layout import Elem, SlotLayout
-from .adapters import Adapters
+from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
@@ -33,7 +33,6 @@ from .contract import (
     RunnerInfo,
     check_limits,
     named_failure,
-    no_slots,
     row_output,
 )
 from .hybrid import HybridModel
@@ -330,23 +329,12 @@ class Runner:
                 and so are recurrent states: these sequences go on from position 0 only.
         """
         model = self._alive()
-        slots = self._row_slots(rows)
+        slots = slots_of(self._adapters, rows)
         with torch.inference_mode(), named_failure():
             n = self._batch.fill(rows)
             if self._states is not None:
                 self._states.begin(rows)
             return self._run(model, rows, n, slots)
-
-    def _row_slots(self, rows: Sequence[RowLike]) -> frozenset[int]:
-        slots = frozenset(row.slot for row in rows)
-        if slots == {-1}:
-            return slots
-        for row in rows:
-            if self._adapters is not None:
-                self._adapters.check(row.slot, row.seq)
-            elif row.slot != -1:
-                raise no_slots(row.seq, row.slot)
-        return slots
 
     def _run(
         self,

@@ -150,6 +150,17 @@ class Sampler:
             seed = int.from_bytes(os.urandom(8), "little")
         self._seed = seed or 0
 
+    @property
+    def drawn(self) -> bool:
+        """True when the choice is a draw from the raw logits and nothing else is asked for."""
+        only = self._seen is None and self._counts is None and not self._banned
+        return only and self.params.temperature > 0 and self.params.logprobs is None
+
+    def point(self) -> float:
+        """The next draw, in [0, 1); it is counted."""
+        self._draws += 1
+        return uniform(self._seed, self._draws - 1)
+
     def choose(self, raw: Floats) -> Choice:
         """Choose from raw logits, float32 ``[vocab]`` (not changed), and remember the choice."""
         peak = float(raw.max())  # NaN if any is
@@ -188,8 +199,7 @@ class Sampler:
             min_p=params.min_p,
         )
         mass = np.cumsum(probabilities)
-        point = uniform(self._seed, self._draws) * mass[-1]
-        self._draws += 1
+        point = self.point() * mass[-1]
         return int(ids[min(int(np.searchsorted(mass, point, side="right")), len(ids) - 1)])
 
     def _penalised(self, scores: Floats) -> Floats:

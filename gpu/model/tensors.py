@@ -6,13 +6,28 @@ or be cut after loading.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from ..kernels.host import HostKernels
-from ..kernels.linear import PackedLinear
 from .checkpoint import Checkpoint
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""y = x W^T + b: ``[m, k_in]`` to ``[m, n_out]``."""
+
+
+class Packer(Protocol):
+    """Takes a linear's matrix and bias, in ``dtype``, and makes the operation."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every matrix."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """The operation; the caller may drop the matrix."""
+        ...
 
 
 class TensorLoader:
@@ -22,7 +37,7 @@ class TensorLoader:
         nbytes: bytes of everything read so far, in the dtype it is served in.
     """
 
-    def __init__(self, checkpoint: Checkpoint, kernels: HostKernels) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Packer) -> None:
         self.checkpoint, self.kernels = checkpoint, kernels
         self.nbytes = 0
 
@@ -45,12 +60,12 @@ class TensorLoader:
             at += part.shape[0]
         return self._kept(made)
 
-    def linear(self, names: Sequence[str], bias: torch.Tensor | None = None) -> PackedLinear:
+    def linear(self, names: Sequence[str], bias: torch.Tensor | None = None) -> Linear:
         """A linear of the stacked weights, packed."""
         weight = self.tensor(names[0]) if len(names) == 1 else self.stacked(names)
         return self.kernels.linear(weight, bias)
 
-    def experts(self, name: str) -> tuple[PackedLinear, ...]:
+    def experts(self, name: str) -> tuple[Linear, ...]:
         """A linear of each matrix of a 3-D tensor, packed one by one."""
         whole = self.checkpoint.read(name)
         made = []

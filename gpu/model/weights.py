@@ -22,11 +22,10 @@ import torch
 
 from ...errors import ModelError
 from ..kernels.host import HostKernels
-from ..kernels.linear import PackedLinear
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .hybrid_weights import HybridLayer, hybrid_layer, hybrid_shapes, left_aside, text_name
-from .tensors import TensorLoader
+from .tensors import Linear, Packer, TensorLoader
 
 logger = logging.getLogger("rota.gpu.model.weights")
 
@@ -43,13 +42,13 @@ class LayerWeights:
     """One decoder layer. ``qkv``: q, k and v rows stacked; ``gate_up``: gate then up."""
 
     input_norm: torch.Tensor
-    qkv: PackedLinear
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: PackedLinear
+    o: Linear
     post_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
 
 LayerT = TypeVar("LayerT")
@@ -73,7 +72,7 @@ class ModelWeights(Generic[LayerT]):
     head_rows: torch.Tensor
     layers: tuple[LayerT, ...]
     final_norm: torch.Tensor
-    head: PackedLinear
+    head: Linear
     nbytes: int
     ignored: dict[str, str]
 
@@ -142,6 +141,18 @@ def load_weights(
     with Checkpoint(model_dir) as checkpoint:
         kernels = HostKernels(engine_dtype(checkpoint, dtype), use_numba=use_numba)
         return _load(TensorLoader(checkpoint, kernels), config, _layer), kernels
+
+
+PackerT = TypeVar("PackerT", bound=Packer)
+
+
+def pack_weights(
+    model_dir: Path, config: ModelConfig, dtype: DtypeName, packer: Callable[[torch.dtype], PackerT]
+) -> tuple[Weights, PackerT]:
+    """`load_weights` for another packer, made once the engine's dtype is known."""
+    with Checkpoint(model_dir) as checkpoint:
+        made = packer(engine_dtype(checkpoint, dtype))
+        return _load(TensorLoader(checkpoint, made), config, _layer), made
 
 
 def load_hybrid_weights(

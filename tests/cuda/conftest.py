@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from rota.errors import DeviceError
 from rota.gpu.host import HostDevice
@@ -99,8 +100,15 @@ class Problem:
     three rounding points are the only roundings: the answer must match to the last bit.
     """
 
-    def __init__(self, *, n, k_in, rank, widths, slots, n_slots=3, seed=0, real_rank=None, pad=8):
+    def __init__(
+        self, *, n, k_in, rank, widths, slots, n_slots=3, seed=0, real_rank=None, pad=8, wide=False
+    ):
+        """``wide``: float32 elements, which are never rounded on the way."""
         rng = np.random.default_rng(seed)
+        self.dtype = torch.float32 if wide else torch.bfloat16
+        self.bits = (lambda values: np.asarray(values, np.float32)) if wide else to_bf16
+        self.values = (lambda values: values) if wide else from_bf16
+        to_bits = self.bits
         self.n, self.k_in, self.rank, self.widths = n, k_in, rank, tuple(widths)
         self.real = rank if real_rank is None else real_rank
         self.slots = np.asarray(slots, np.int32)
@@ -113,33 +121,33 @@ class Problem:
             self.columns.append(at)
             at += width
         self.out_stride = at + self.gap
-        self.x = to_bf16(rng.integers(-3, 4, (n, self.x_stride)))
-        self.out = to_bf16(rng.integers(-99, 100, (n, self.out_stride)))
+        self.x = to_bits(rng.integers(-3, 4, (n, self.x_stride)))
+        self.out = to_bits(rng.integers(-99, 100, (n, self.out_stride)))
         self.scales = rng.choice(
             np.array([0.5, 0.7, 1.25, 2.0, 3.1], np.float32), (len(widths), n_slots)
         )
-        self.a = np.zeros((len(widths), n_slots, rank, k_in), np.uint16)
-        self.b = [np.zeros((n_slots, width, rank), np.uint16) for width in widths]
+        self.a = np.zeros((len(widths), n_slots, rank, k_in), self.x.dtype)
+        self.b = [np.zeros((n_slots, width, rank), self.x.dtype) for width in widths]
         for j, width in enumerate(self.widths):
-            self.a[j, :, : self.real] = to_bf16(rng.integers(-1, 2, (n_slots, self.real, k_in)))
-            self.b[j][:, :, : self.real] = to_bf16(rng.integers(-1, 2, (n_slots, width, self.real)))
+            self.a[j, :, : self.real] = to_bits(rng.integers(-1, 2, (n_slots, self.real, k_in)))
+            self.b[j][:, :, : self.real] = to_bits(rng.integers(-1, 2, (n_slots, width, self.real)))
         self.absent = set()  # (slice, slot) without a pair
 
     def expected(self):
         """The answer, with the rounding points of the reference in their places."""
         out = self.out.copy()
-        x = from_bf16(self.x[:, : self.k_in]).astype(np.float64)
+        x = self.values(self.x[:, : self.k_in]).astype(np.float64)
         for row, slot in enumerate(self.slots):
             for j, width in enumerate(self.widths):
                 if slot < 0 or (j, int(slot)) in self.absent:
                     continue
-                a = from_bf16(self.a[j, slot]).astype(np.float64)
-                b = from_bf16(self.b[j][slot]).astype(np.float64)
-                xa = from_bf16(to_bf16(a @ x[row])).astype(np.float64)
-                delta = from_bf16(to_bf16(b @ xa))
+                a = self.values(self.a[j, slot]).astype(np.float64)
+                b = self.values(self.b[j][slot]).astype(np.float64)
+                xa = self.values(self.bits(a @ x[row])).astype(np.float64)
+                delta = self.values(self.bits(b @ xa))
                 span = slice(self.columns[j], self.columns[j] + width)
-                before = from_bf16(out[row, span])
-                out[row, span] = to_bf16(before + np.float32(self.scales[j, slot]) * delta)
+                before = self.values(out[row, span])
+                out[row, span] = self.bits(before + np.float32(self.scales[j, slot]) * delta)
         return out
 
     def load(self, rig):
@@ -178,6 +186,7 @@ class Problem:
             max_loras=self.n_slots,
             planes=self.planes,
             planes_nbytes=nbytes,
+            dtype=self.dtype,
         )
         return self
 
@@ -194,7 +203,7 @@ class Problem:
         )
 
     def result(self):
-        return self.rig.down(self.out_addr, self.out.shape, np.uint16)
+        return self.rig.down(self.out_addr, self.out.shape, self.out.dtype)
 
     def solve(self, rig):
         self.load(rig)

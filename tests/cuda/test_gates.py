@@ -11,6 +11,7 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
 
@@ -89,6 +90,19 @@ def test_registers_and_spills(compiled, capability, rank):
         assert registers <= most, (name, registers)
         # The driver keeps 1 KB of shared memory a block for itself on newer architectures.
         assert shared <= (16 * rank + 1024 if name == "lora_expand" else 1024), (name, shared)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_float32_kernels(compiled, disassembled, tmp_path, capability, rank):
+    code, found = compiled(lora_specs(rank, 512, torch.float32)[0], capability)
+    assert set(found) == {"lora_shrink", "lora_expand"}
+    for name, (registers, spilled, shared) in found.items():
+        assert (spilled, registers <= 96) == (0, True), (name, registers)
+        assert shared <= 4 * rank + 1024, (name, shared)
+    if rank == 64:
+        for text in disassembled(code, tmp_path).values():
+            assert len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", text)) >= 4
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")

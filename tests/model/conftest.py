@@ -17,6 +17,7 @@ from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.gpu.model.runner import RowInput, Runner
 from rota.gpu.model.sampling import SamplingParams
+from rota.gpu.model.torch_runner import TorchRunner
 
 Row = tuple[int, int, int, Sequence[int]]
 """seq, slot, start, tokens"""
@@ -26,7 +27,7 @@ BLOCKS_EACH = 3
 class Bench:
     """A runner with the logits of its last step, and fixed blocks per sequence."""
 
-    def __init__(self, runner: Runner, folder: Path) -> None:
+    def __init__(self, runner: Any, folder: Path) -> None:
         self.runner, self.folder = runner, folder
         self.seen: list[torch.Tensor] = []
         runner.logits_sink = lambda seqs, logits: self.seen.append(logits.clone())
@@ -82,17 +83,21 @@ Opener = Callable[..., Bench]
 
 @pytest.fixture(scope="module")
 def open_bench(data_dir: Path) -> Iterator[Opener]:
-    """``open_bench(family, dtype, **more)``: one runner per distinct call, closed at the end."""
+    """``open_bench(family, dtype, **more)``: one runner per distinct call, closed at the end.
+
+    ``math="torch"`` opens a `TorchRunner`: the code an accelerator runs, with torch on the CPU.
+    """
     made: dict[Any, Bench] = {}
 
     def make(family: str, dtype: str = "float32", **more: Any) -> Bench:
         key = (family, dtype, *sorted(more.items()))
+        kind: Any = TorchRunner if more.pop("math", "host") == "torch" else Runner
         if key not in made:
             options = {"max_loras": 4, "max_lora_rank": 16, "num_blocks": 24, "overlay_rows": 128}
             folder = data_dir / "oracle" / family
-            runner = Runner.load(
+            runner = kind.load(
                 folder / "base",
-                HostDevice(checked=True),
+                HostDevice(checked=True, allow_foreign=kind is TorchRunner),
                 dtype=dtype,
                 max_step_tokens=128,
                 max_sequences=8,

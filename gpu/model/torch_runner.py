@@ -1,0 +1,351 @@
+"""The runner of a model in torch on a tensor space: an accelerator, or the host in its place.
+
+What it owns: what `gpu.model.runner.Runner` owns, the captured decode steps, and the arrays and
+results of a step on the device. Same contract, same refusals; the difference is where the base
+model's math runs, and that a row's last bits may depend on the size of its batch (a BLAS chooses).
+
+A step whose rows all feed one token is padded to a bucket and replayed from a graph (`gpu.graphs`):
+the first step of a shape runs eagerly, which loads its kernels, the next one is captured. Other
+steps, and steps with a token overlay, run eagerly. Invariants: padding rows have slot -1 and write
+KV nobody reads; a refused capture costs one log line and no step; every step ends with the stream
+done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ...errors import DeviceError, InternalError
+from ..device import Device
+from ..graphs import GraphCache
+from ..kernels.rope import BLOCK_TOKENS
+from ..lora.image import SlotImage
+from ..lora.layout import Elem, SlotLayout
+from ..tensors import TensorSpace, open_space
+from .adapters import Adapters, slots_of
+from .base_rows import BaseMatrices
+from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
+from .config import ModelConfig, load_config
+from .contract import (
+    LogitsSink,
+    OpenSequences,
+    RunnerInfo,
+    check_limits,
+    named_failure,
+    row_output,
+)
+from .kv import blocks_within, spare_bytes
+from .linears import BaseLinears
+from .sampling import Choice, Sampler, SamplingParams
+from .torch_kv import TorchKv
+from .torch_llama import TorchLlama, check_family
+from .torch_lora import DeviceGroups
+from .torch_ops import TorchPacker
+from .torch_step import StepRunner, rows_of_buckets
+from .weights import DtypeName, Weights, pack_weights
+
+logger = logging.getLogger("rota.gpu.model.torch_runner")
+
+
+class TorchRunner:
+    """Use `TorchRunner.load`. Attributes as of `gpu.model.runner.Runner`.
+
+    ``logits_sink`` is called after sampling here, with logits in host memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        space: TensorSpace,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        linears: BaseLinears,
+        *,
+        max_loras: int,
+        max_lora_rank: int,
+        overlay_rows: int,
+        num_blocks: int | None,
+        kv_bytes: int | None,
+        max_step_tokens: int,
+        max_sequences: int,
+        graphs: bool,
+    ) -> None:
+        self._device, self._space = device, space
+        self._closed = False
+        self._sequences = OpenSequences(config.vocab, config.eos_ids)
+        self._adapters: Adapters | None = None
+        self._groups: DeviceGroups | None = None
+        self._kv: TorchKv | None = None
+        self._steps: StepRunner | None = None
+        self.logits_sink: LogitsSink | None = None
+        elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
+        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows)
+        self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
+        self._stream = device.create_stream(label="runner")
+        padded = max(max_step_tokens, rows_of_buckets(max_sequences))
+        try:
+            with space.computing(self._stream):
+                if max_loras:
+                    self._groups = DeviceGroups(
+                        device,
+                        self._stream,
+                        dtype,
+                        max_rows=padded,
+                        widest=max(pair.k_in for pair in self.layout.pairs),
+                        rank=self.layout.stride,
+                    )
+                    # Before the KV memory, which takes what is left.
+                    self._adapters = Adapters(
+                        device,
+                        self._groups,
+                        self.layout,
+                        max_loras,
+                        max_rows=1,
+                        stream=self._stream,
+                    )
+                if num_blocks is None:
+                    if kv_bytes is None:
+                        kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
+                    num_blocks = blocks_within(config, dtype, kv_bytes)
+                self._kv = TorchKv(device, space, config, dtype, num_blocks)
+                context = min(config.context, num_blocks * BLOCK_TOKENS)
+                limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
+                self._batch = StepBatch(limits)
+                model = TorchLlama(config, weights, space, self._kv, positions=context)
+                self._steps = StepRunner(
+                    device,
+                    space,
+                    self._stream,
+                    config,
+                    dtype,
+                    model,
+                    self._kv,
+                    self._batch,
+                    self._adapters,
+                    GraphCache(device) if graphs and space.captures else None,
+                )
+        except BaseException:
+            self._free()
+            raise
+        self.info = RunnerInfo(
+            family=config.family,
+            dtype=str(dtype).removeprefix("torch."),
+            vocab_size=config.vocab,
+            context_length=context,
+            eos_ids=config.eos_ids,
+            num_blocks=num_blocks,
+            block_size=BLOCK_TOKENS,
+            model_bytes=weights.nbytes,
+            kv_bytes=self._kv.nbytes,
+            pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | Path,
+        device: Device,
+        *,
+        dtype: DtypeName = "auto",
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
+        overlay_rows: int = 0,
+        num_blocks: int | None = None,
+        kv_bytes: int | None = None,
+        max_step_tokens: int = 512,
+        max_sequences: int = 64,
+        graphs: bool = True,
+        space: TensorSpace | None = None,
+    ) -> TorchRunner:
+        """Load a checkpoint folder and take over ``device``; arguments as of `Runner.load`.
+
+        Args:
+            graphs: replay decode steps from graphs where the space can capture.
+            space: of the device; ``None`` opens the one that fits it.
+
+        Raises:
+            ModelError: the checkpoint's fault; family-not-on-device.
+            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
+                cuda-unavailable, and others.
+        """
+        check_limits(
+            max_loras=max_loras, max_step_tokens=max_step_tokens, max_sequences=max_sequences
+        )
+        path = Path(model_dir)
+        config = load_config(path)
+        check_family(config.family)
+        chosen = open_space(device) if space is None else space
+        weights, packer = pack_weights(
+            path, config, dtype, lambda target: TorchPacker(chosen, target)
+        )
+        linears = BaseLinears(path, packer.dtype)
+        try:
+            runner = cls(
+                device,
+                chosen,
+                config,
+                weights,
+                packer.dtype,
+                linears,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
+                overlay_rows=overlay_rows,
+                num_blocks=num_blocks,
+                kv_bytes=kv_bytes,
+                max_step_tokens=max_step_tokens,
+                max_sequences=max_sequences,
+                graphs=graphs,
+            )
+        except BaseException:
+            linears.close()
+            raise
+        try:
+            runner.warm_up()
+        except BaseException:
+            runner._free()
+            raise
+        return runner
+
+    def warm_up(self) -> None:
+        """Run one decode step of each kind eagerly, so that no request waits for a compiler.
+
+        Call it before the first step: it writes KV block 0.
+
+        Raises:
+            DeviceError: step-failed, runner-closed.
+        """
+        steps = self._alive()
+        begin = time.perf_counter()
+        row = RowInput(0, -1, 0, (0,), (0,), True)
+        with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
+            for every_group in {False, self._adapters is not None}:
+                self._batch.fill([row])
+                steps.warm(every_group)
+        self._device.synchronize(self._stream)
+        logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
+
+    # Sequences
+
+    def open_sequence(self, seq: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """See `Runner.open_sequence`."""
+        self._alive()
+        self._sequences.open(seq, prompt, sampling)
+
+    def close_sequence(self, seq: int) -> None:
+        """Forget the sampler state of ``seq``. Idempotent."""
+        self._sequences.close(seq)
+
+    def drop_state(self, seq: int) -> None:
+        """Nothing: no family served here has a recurrent state."""
+
+    def spill(self, seq: int, blocks: Sequence[int]) -> None:
+        """Refuse: no KV block spills from an accelerator, and ``info.spill_blocks`` says so.
+
+        Raises:
+            InternalError: spill-full.
+        """
+        raise InternalError(
+            "no room in host memory", code="spill-full", subject=f"sequence {seq}", expected=0
+        )
+
+    def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
+        """Refuse: nothing was spilled.
+
+        Raises:
+            InternalError: sequence-not-spilled.
+        """
+        raise InternalError(
+            "the sequence is not in host memory",
+            code="sequence-not-spilled",
+            subject=f"sequence {seq}",
+        )
+
+    # Slots
+
+    def commit(self, slot: int, image: SlotImage) -> None:
+        """See `Runner.commit`."""
+        steps, adapters = self._alive(), self._slots()
+        adapters.commit(slot, image)
+        steps.committed(slot, image)
+
+    def retire(self, slot: int) -> None:
+        """See `Runner.retire`."""
+        self._slots().retire(slot)
+
+    def _slots(self) -> Adapters:
+        self._alive()
+        if self._adapters is None:
+            raise DeviceError("this runner has no adapter slots", code="lora-off")
+        return self._adapters
+
+    # Steps
+
+    @property
+    def captured(self) -> int:
+        """Decode steps captured so far."""
+        return self._alive().captures
+
+    def step(self, rows: Sequence[RowLike]) -> list[RowOutput]:
+        """See `Runner.step`."""
+        steps = self._alive()
+        slots = slots_of(self._adapters, rows)
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        seqs = [rows[i].seq for i in sampling]
+        with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
+            n = self._batch.fill(rows)
+            logits, places = steps.run(rows, n, slots, sampling)
+
+            def choose(chosen: list[int], samplers: list[Sampler]) -> list[Choice]:
+                assert logits is not None
+                return steps.choose(samplers, [places[i] for i in chosen], logits)
+
+            choices = iter(self._sequences.choose(seqs, choose) if seqs else ())
+            self._device.synchronize(self._stream)
+        if self.logits_sink is not None and logits is not None:
+            self.logits_sink(seqs, logits.cpu()[places])
+        return [
+            row_output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
+            for row in rows
+        ]
+
+    # Life time
+
+    def close(self) -> None:
+        """Free everything and close the device. Idempotent."""
+        if not self._closed:
+            try:
+                self._free()
+            finally:
+                self._device.close()
+
+    def _alive(self) -> StepRunner:
+        if self._closed or self._steps is None:
+            raise DeviceError("the runner is closed", code="runner-closed")
+        return self._steps
+
+    def _free(self) -> None:
+        self._closed = True
+        self._sequences.clear()
+        # Last in, first out: queued work ends, then graphs go, then the memory they name.
+        with ExitStack() as stack:
+            stack.callback(self.base_rows.close)
+            if self._groups is not None:
+                stack.callback(self._groups.close)
+            if self._adapters is not None:
+                stack.callback(self._adapters.close)
+            if self._kv is not None:
+                stack.callback(self._kv.close)
+            stack.callback(self._device.destroy_stream, self._stream)
+            if self._steps is not None:
+                stack.callback(self._steps.close)
+            stack.callback(self._device.synchronize, self._stream)
+        self._steps = None

@@ -1,0 +1,330 @@
+"""One forward pass on a tensor space: eager for mixed steps, captured for decode steps.
+
+What it owns: the step's device arrays, its logits and results, and the graphs. Invariants: what a
+graph bakes is in its key (padded rows, LoRA or none, the KV blocks its attention covers) or at an
+address that never changes; a graph is captured only after its shape ran eagerly once, since CUDA
+loads kernels lazily and may not while capturing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final
+
+import torch
+
+from ...errors import DeviceError
+from ..device import Device, Stream
+from ..graphs import BUCKETS, GraphCache, GraphKey, bucket_of
+from ..kernels.rope import BLOCK_TOKENS
+from ..lora.image import SlotImage
+from ..tensors import TensorSpace
+from .adapters import Adapters, LayerPlan
+from .batch import RowLike, StepBatch
+from .config import ModelConfig
+from .sampling import Choice, Sampler
+from .torch_batch import DeviceBatch
+from .torch_kv import TorchKv
+from .torch_llama import Step, TorchLlama
+from .torch_lora import Chunk, SlotViews, StepDeltas, split_rows
+from .torch_ops import Attend, attend_cells, attend_chunk, cells_of
+from .torch_overlay import Overlays
+from .torch_sampling import DeviceSampler
+
+logger = logging.getLogger("rota.gpu.model.torch_step")
+
+MAX_WARM: Final = 4096
+"""Shapes remembered as run eagerly."""
+
+
+def rows_of_buckets(max_sequences: int) -> int:
+    """Rows of the largest padded decode step: never more than the next bucket."""
+    return max(max_sequences, bucket_of(min(max_sequences, BUCKETS[-1])) or 0)
+
+
+def span_of(blocks: int, most: int) -> int:
+    """KV blocks a padded step covers: the power of two that holds ``blocks``, at most ``most``."""
+    return min(1 << (blocks - 1).bit_length(), most)
+
+
+class StepRunner:
+    """Runs what `StepBatch` holds. Use it inside ``space.computing(stream)``.
+
+    Args:
+        graphs: ``None`` runs everything eagerly.
+
+    Raises:
+        DeviceError: what the allocations raise.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        space: TensorSpace,
+        stream: Stream,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        model: TorchLlama,
+        kv: TorchKv,
+        batch: StepBatch,
+        adapters: Adapters | None,
+        graphs: GraphCache | None,
+    ) -> None:
+        self._device, self._space, self._stream = device, space, stream
+        self._model, self._kv, self._batch = model, kv, batch
+        self._adapters, self._graphs = adapters, graphs
+        self._scale = config.head_dim**-0.5
+        self._q_out = config.q_out
+        limits = batch.limits
+        self._rows = rows_of_buckets(limits.max_sequences)
+        self._blocks = batch.block_tables.shape[1]
+        self._warm: set[GraphKey] = set()
+        self._views = self._overlays = None
+        if adapters is not None:
+            self._views = SlotViews(adapters.pool, space, dtype)
+            self._overlays = Overlays(adapters.pool, space, dtype)
+        self._logits_at: int | None = None
+        self._arrays: DeviceBatch | None = None
+        self._sampler: DeviceSampler | None = None
+        try:
+            nbytes = self._rows * config.vocab * dtype.itemsize
+            self._logits_at = device.alloc(nbytes, label="logits")
+            self._logits = space.view(self._logits_at, (self._rows, config.vocab), dtype)
+            self._arrays = DeviceBatch(
+                device,
+                space,
+                tokens=max(limits.max_step_tokens, self._rows),
+                rows=self._rows,
+                blocks=self._blocks,
+            )
+            self._sampler = DeviceSampler(device, space, config.vocab, self._rows)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def captures(self) -> int:
+        """Captures that succeeded, ever."""
+        return 0 if self._graphs is None else self._graphs.captures
+
+    def committed(self, slot: int, image: SlotImage) -> None:
+        """Tell what a slot holds now."""
+        if self._overlays is not None:
+            self._overlays.commit(slot, image)
+
+    def warm(self, every_group: bool) -> None:
+        """Run the one-row batch eagerly, with all LoRA kernels or none."""
+        self._send([1], [-1], [], padded=1)
+        self._decode(1, 1, every_group)
+
+    def run(
+        self, rows: Sequence[RowLike], n: int, slots: frozenset[int], sampling: list[int]
+    ) -> tuple[torch.Tensor | None, list[int]]:
+        """Queue the forward pass of the filled batch, argmax included.
+
+        Args:
+            n: tokens of the batch.
+            slots: that its rows name.
+            sampling: indices of the rows that sample.
+
+        Returns:
+            Logits on the device (``None`` if no row samples) and the row of each sampling row.
+        """
+        overlaid: frozenset[int] = frozenset()
+        if self._adapters is not None:
+            overlaid = self._adapters.overlays(slots)
+        bucket = bucket_of(n) if n == len(rows) and not overlaid else None
+        if bucket is None or bucket > self._rows:
+            return self._mixed(rows, n, overlaid, sampling)
+        self._send([1] * n, self._batch.slots, [], padded=bucket)
+        longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
+        self._replay(bucket, span_of(longest, self._blocks), slots != {-1})
+        return (self._logits[:bucket], sampling) if sampling else (None, [])
+
+    def choose(
+        self, samplers: Sequence[Sampler], rows: Sequence[int], logits: torch.Tensor
+    ) -> list[Choice]:
+        """See `DeviceSampler.choose`."""
+        assert self._sampler is not None
+        return self._sampler.choose(samplers, rows, logits, self._stream)
+
+    def _send(
+        self, lengths: list[int], slots: Sequence[int], picked: list[int], *, padded: int
+    ) -> tuple[Chunk, ...]:
+        assert self._arrays is not None
+        kernel_slots, chunks = split_rows(lengths, slots)
+        self._arrays.send(
+            self._batch,
+            n=len(kernel_slots),
+            rows=len(lengths),
+            kernel_slots=kernel_slots,
+            picked=picked,
+            padded=padded,
+            waste=self._kv.waste_cell,
+            stream=self._stream,
+        )
+        self._space.join(self._stream)
+        return chunks
+
+    # Decode steps
+
+    def _replay(self, bucket: int, span: int, routed: bool) -> None:
+        key = GraphKey("decode", bucket, "routed" if routed else "none", 1, span)
+        if self._graphs is None or key not in self._warm:
+            if len(self._warm) >= MAX_WARM:
+                self._warm.clear()
+            self._warm.add(key)
+            self._decode(bucket, span, routed)
+            return
+
+        def record() -> None:
+            with self._space.recording():
+                self._decode(bucket, span, routed)
+
+        try:
+            self._graphs.run(key, self._stream, record)
+        except (DeviceError, RuntimeError) as error:
+            if getattr(error, "code", None) in ("device-dead", "device-closed"):
+                raise
+            logger.warning("decode steps run without graphs from now on: %s", error)
+            self._drop_graphs()
+            self._decode(bucket, span, routed)
+
+    def _decode(self, rows: int, span: int, routed: bool) -> None:
+        """Queue a padded decode step; nothing here depends on values."""
+        arrays, sampler = self._arrays, self._sampler
+        assert arrays is not None and sampler is not None
+        attend = self._attend_rows(arrays.tables[:rows, :span], arrays.lens[:rows])
+        plan = self._adapters.every_group() if routed and self._adapters is not None else None
+        h = self._model.embed(arrays.tokens[:rows])
+        step = Step(arrays.positions[:rows], arrays.mapping[:rows], attend, self._deltas(plan, ()))
+        h = self._model.layers(h, step)
+        logits = self._logits[:rows]
+        logits.copy_(self._model.head(self._model.states(h)))
+        sampler.greedy(logits)
+
+    def _attend_rows(self, tables: torch.Tensor, lens: torch.Tensor) -> Attend:
+        cells = cells_of(tables)
+        visible = torch.arange(cells.shape[1], device=cells.device) < lens[:, None]
+        cells = torch.where(visible, cells, self._kv.zero_cell)
+        mask, scale = visible[:, None, None], self._scale
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return attend_cells(q, keys, values, cells, mask, scale)
+
+        return attend
+
+    def _deltas(
+        self, plan: tuple[LayerPlan, ...] | None, chunks: tuple[Chunk, ...]
+    ) -> StepDeltas | None:
+        if self._adapters is None or self._views is None or (plan is None and not chunks):
+            return None
+        assert self._arrays is not None
+        return StepDeltas(
+            self._adapters.pool,
+            self._views,
+            self._space,
+            self._stream,
+            plan,
+            self._arrays.row_slots,
+            chunks,
+        )
+
+    # Other steps
+
+    def _mixed(
+        self,
+        rows: Sequence[RowLike],
+        n: int,
+        overlaid: frozenset[int],
+        sampling: list[int],
+    ) -> tuple[torch.Tensor | None, list[int]]:
+        arrays, sampler, model = self._arrays, self._sampler, self._model
+        assert arrays is not None and sampler is not None
+        picked = [self._batch.last[i] for i in sampling]
+        lengths = [len(row.tokens) for row in rows]
+        chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
+        plan = None
+        if self._adapters is not None:
+            in_chunks = {chunk.begin for chunk in chunks}
+            starts = [last + 1 - k for last, k in zip(self._batch.last, lengths, strict=True)]
+            others = (row.slot for row, at in zip(rows, starts, strict=True) if at not in in_chunks)
+            plan = self._adapters.plan(frozenset(others))
+        h = model.embed(arrays.tokens[:n])
+        if overlaid and self._overlays is not None:
+            self._overlays.embeddings(
+                overlaid, self._batch.slots, self._batch.tokens[:n].numpy(), h
+            )
+        attend = self._attend_mixed(rows, lengths, n)
+        step = Step(arrays.positions[:n], arrays.mapping[:n], attend, self._deltas(plan, chunks))
+        h = model.layers(h, step)
+        if not sampling:
+            return None, []
+        states = model.states(h.index_select(0, arrays.picked[: len(picked)]))
+        logits = self._logits[: len(picked)]
+        logits.copy_(model.head(states))
+        if overlaid and self._overlays is not None:
+            own_slots = [rows[i].slot for i in sampling]
+            self._overlays.logits(overlaid, own_slots, states, logits)
+        sampler.greedy(logits)
+        return logits, list(range(len(picked)))
+
+    def _attend_mixed(self, rows: Sequence[RowLike], lengths: list[int], n: int) -> Attend:
+        """Rows of one token together, chunks one by one."""
+        arrays = self._arrays
+        assert arrays is not None
+        single: list[int] = []
+        tokens: list[int] = []
+        chunks: list[tuple[int, int, int, torch.Tensor]] = []
+        at = 0
+        for index, (row, count) in enumerate(zip(rows, lengths, strict=True)):
+            if count == 1:
+                single.append(index)
+                tokens.append(at)
+            else:
+                seen = row.start + count
+                used = -(-seen // BLOCK_TOKENS)
+                cells = cells_of(arrays.tables[index : index + 1, :used])[0, :seen]
+                chunks.append((at, at + count, row.start, cells))
+            at += count
+        decode, where = None, None
+        if single:
+            longest = max(rows[i].start for i in single) // BLOCK_TOKENS + 1
+            chosen = torch.tensor(single).to(arrays.tables.device)
+            where = torch.tensor(tokens).to(arrays.tables.device)
+            tables = arrays.tables[:, :longest].index_select(0, chosen)
+            decode = self._attend_rows(tables, arrays.lens.index_select(0, chosen))
+        width, scale = self._q_out, self._scale
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            out = q.new_empty((n, width))
+            if decode is not None and where is not None:
+                out.index_copy_(0, where, decode(q.index_select(0, where), keys, values))
+            for begin, end, start, cells in chunks:
+                out[begin:end] = attend_chunk(q[begin:end], keys, values, cells, start, scale)
+            return out
+
+        return attend
+
+    # Life time
+
+    def _drop_graphs(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.drain()
+            self._space.forget()
+
+    def close(self) -> None:
+        """Destroy the graphs and free everything, once. End the stream's work first."""
+        with ExitStack() as stack:
+            address, self._logits_at = self._logits_at, None
+            if address is not None:
+                stack.callback(self._device.free, address)
+            for part in (self._arrays, self._sampler):
+                if part is not None:
+                    stack.callback(part.close)
+            if self._views is not None:
+                stack.callback(self._views.clear)
+            stack.callback(self._drop_graphs)
