@@ -91,7 +91,7 @@ async def test_a_server_and_an_engine_process_are_driven(tmp_path: Path) -> None
     quiet = Console(file=io.StringIO())
     load = Load(requests=8, concurrency=3, max_tokens=6, warmup=1)
     async with anyio.create_task_group() as tasks:
-        url = await tasks.start(partial(serve, options, quiet, engine=lambda _: SimEngine()))
+        url = await tasks.start(partial(serve, options, quiet, engine=lambda *_: SimEngine()))
         async with http_target(url, "a-key-of-ours") as target:
             over_http = await run(target, load)
         with pytest.raises(RequestError) as refused:
