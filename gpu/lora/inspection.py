@@ -173,7 +173,7 @@ def module_rows(image: SlotImage, layout: SlotLayout) -> tuple[tuple[ModuleRow, 
             layers[pair.layer] += float(norms[index]) ** 2
     rows = tuple(
         ModuleRow(
-            module.leaf,
+            module.label,
             len(places),
             tuple(sorted({image.ranks[i] for i in places})),
             tuple(sorted({round(float(image.scales[i]), 6) for i in places})),
