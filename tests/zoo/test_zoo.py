@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def test_every_folder_is_listed() -> None:
     listed = {(family, name) for family, name, _ in ALL}
     there = {(path.parent.name, path.name) for path in ZOO.glob("*/*") if path.is_dir()}
     assert there == listed and len(ACCEPTED) >= 40 and len(REFUSED) >= 30
+
+
+def test_the_page_of_served_adapters_names_animals_that_are_here() -> None:
+    page = (ZOO.parents[1] / "docs" / "adapters.md").read_text()
+    rows = re.findall(r"^\| .* \| (`.*`) \|$", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9_/]+)`", row)}
+    served = {name if family == "llama" else f"{family}/{name}" for family, name in ACCEPTED}
+    assert len(named) >= 25 and named - served == set()
 
 
 @pytest.mark.parametrize(("family", "name", "code"), REFUSED)
