@@ -34,6 +34,7 @@ from ..gpu.lora.stage import Held, StagedAdapter, StageLimits, stage
 from . import messages as m
 from .address import parse_address
 from .frames2 import Times
+from .hashes import KNOWN
 from .layouts import DigestedAdapter, HeldSource, check_packed, layout_spec
 from .link import Link, SocketStream, Stream
 from .onesided import Cancelled, OneSided, OneSidedRails
@@ -252,7 +253,9 @@ class Peer:
 
     def _pack(self, session: _Session, manifest: m.Manifest, layout: SlotLayout) -> m.Packed:
         fingerprint = layout.fingerprint()
-        packed = session.link.call(m.Pack(manifest.digest, fingerprint, layout_spec(layout)))
+        packed = session.link.call(
+            m.Pack(manifest.digest, fingerprint, layout_spec(layout), list(KNOWN))
+        )
         assert isinstance(packed, m.Packed)
         check_packed(packed, manifest.digest, layout)
         return packed
@@ -271,7 +274,7 @@ class Peer:
         region = packed.region if session.rails is not None else None
         target = self._target(session, packed.nbytes, region, wanted)
         ask = m.Read(packed.digest, -1, packed.fingerprint, 0, packed.nbytes)
-        with ChunkVerifier(target, packed.chunks) as verifier:
+        with ChunkVerifier(target, packed.chunks, KNOWN[packed.hash]) as verifier:
             self._fetch(session, ask, region, target, verifier.advance, 0, packed.nbytes)
             times.append(clock())
             verifier.finish()

@@ -28,6 +28,7 @@ from ..errors import (
     WireError,
 )
 from . import messages as m
+from .hashes import choose
 from .layouts import layout_of
 from .region import Region
 from .store import Generation, PackedImage, Store
@@ -192,14 +193,18 @@ class Desk:
 
     def _pack(self, message: m.Pack) -> m.Packed:
         generation = self._find(message.digest)
-        layout = layout_of(message.layout, message.fingerprint, self._store.limits.budget)
-        packed = self._store.pack(generation, layout)
+        name = choose(message.hashes)
+        packed = self._store.packed(generation, message.fingerprint)
+        if packed is None:
+            layout = layout_of(message.layout, message.fingerprint, self._store.limits.budget)
+            packed = self._store.pack(generation, layout)
         image = packed.image
         return m.Packed(
             generation.digest,
             image.fingerprint,
             image.nbytes,
-            packed.chunks,
+            name,
+            packed.chunks(name),
             image.scales.astype("<f4").tobytes(),
             np.asarray(image.ranks, "<u2").tobytes(),
             bytes(image.affine),

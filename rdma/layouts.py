@@ -1,22 +1,20 @@
 """A slot layout as it travels, and back: checked against its fingerprint.
 
-What it owns: the conversion, and the bounds on what a stranger may make a peer compute. Also the
-chunk digests of packed images, which both ends reckon the same way.
+What it owns: the conversion, and the bounds on what a stranger may make a peer compute.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import ModelError, RequestError, WireError
 from ..gpu.lora.dims import ModelDims
 from ..gpu.lora.layout import Elem, SlotLayout
 from ..gpu.lora.source import RawAdapter
+from .hashes import KNOWN
 from .messages import CHUNK_BYTES, LayoutSpec, Packed
 
 MAX_LAYERS: Final = 1024
@@ -95,14 +93,6 @@ def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
     return layout
 
 
-def chunk_digests(image: npt.NDArray[np.uint8]) -> bytes:
-    """SHA-256 of each `CHUNK_BYTES` of a uint8 ``[n]`` image, joined (32 bytes a chunk)."""
-    return b"".join(
-        hashlib.sha256(image[start : start + CHUNK_BYTES].data).digest()
-        for start in range(0, image.nbytes, CHUNK_BYTES)
-    )
-
-
 def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
     """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``.
 
@@ -114,6 +104,7 @@ def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
         ("digest", digest, packed.digest),
         ("fingerprint", layout.fingerprint(), packed.fingerprint),
         ("nbytes", layout.slot_bytes, packed.nbytes),
+        ("hash", True, packed.hash in KNOWN),
         ("chunks", 32 * chunks, len(packed.chunks)),
         ("ranks", 2 * pairs, len(packed.ranks)),
         ("scales", 4 * pairs, len(packed.scales)),

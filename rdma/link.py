@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -23,6 +24,8 @@ SLICE_S: Final = 0.05
 """How often a blocked call asks whether it is cancelled."""
 _RECV_BYTES: Final = 256 << 10
 _INTO_BYTES: Final = 1 << 20
+_SLICE: Final = struct.pack("@ll", 0, int(SLICE_S * 1e6))
+"""A ``struct timeval``."""
 
 
 class Stream(Protocol):
@@ -32,8 +35,11 @@ class Stream(Protocol):
         """All of it. Raises StagingError peer-lost, peer-timeout, stage-cancelled."""
         ...
 
-    def receive(self, view: memoryview, deadline: float) -> int:
-        """At least one byte into ``view``; 0 at the end. Raises as `send`."""
+    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
+        """At least one byte into ``view``; 0 at the end. Raises as `send`.
+
+        ``fill``: the other end owes as much as ``view`` takes; wait a slice for it.
+        """
         ...
 
     def close(self) -> None:
@@ -80,7 +86,10 @@ class SocketStream:
                 code="peer-unreachable",
                 subject=_where(address),
             ) from error
-        self._socket.setblocking(False)
+        # Sends are polled for. A receive blocks in the kernel, a slice at a time: one call a chunk
+        # however small the pieces that arrive.
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._poll = select.poll()
 
@@ -89,19 +98,21 @@ class SocketStream:
         view = memoryview(data)
         while len(view):
             try:
-                view = view[self._socket.send(view) :]
+                view = view[self._socket.send(view, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except OSError as error:
                 raise lost(error) from error
 
-    def receive(self, view: memoryview, deadline: float) -> int:
+    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
         """See `Stream.receive`."""
+        flags = socket.MSG_WAITALL if fill else 0
         while True:
+            self._check(deadline)
             try:
-                return self._socket.recv_into(view[:_INTO_BYTES])
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
+                return self._socket.recv_into(view[:_INTO_BYTES], 0, flags)
+            except BlockingIOError:  # nothing in this slice
+                continue
             except OSError as error:
                 raise lost(error) from error
 
@@ -112,13 +123,18 @@ class SocketStream:
     def _wait(self, events: int, deadline: float) -> None:
         self._poll.register(self._socket, events)
         while True:
-            if self._cancelled is not None and self._cancelled():
-                raise StagingError("staging was cancelled", code="stage-cancelled")
-            left = deadline - self._clock()
-            if left <= 0:
-                raise StagingError("the peer took too long", code="peer-timeout")
+            left = self._check(deadline)
             if self._poll.poll(min(left, SLICE_S) * 1000 + 1):
                 return
+
+    def _check(self, deadline: float) -> float:
+        """Seconds left. Raises StagingError stage-cancelled, peer-timeout."""
+        if self._cancelled is not None and self._cancelled():
+            raise StagingError("staging was cancelled", code="stage-cancelled")
+        left = deadline - self._clock()
+        if left <= 0:
+            raise StagingError("the peer took too long", code="peer-timeout")
+        return left
 
 
 def _where(address: tuple[str, int]) -> str:
@@ -206,7 +222,7 @@ class Link:
             if view is None:
                 count = self._stream.receive(self._buffer, self._until())
                 self._proto.receive_data(self._buffer[:count])
-            elif count := self._stream.receive(view, self._until()):
+            elif count := self._stream.receive(view, self._until(), fill=True):
                 finished = self._proto.landed(count, self._clock())
                 self._tell()
                 if finished is not None and answer is not None:

@@ -122,15 +122,19 @@ class LayoutSpec(Message, frozen=True):
 
 
 class Pack(Message, frozen=True):
-    """Client: pack an open generation for this layout (once; the peer keeps the image)."""
+    """Client: pack an open generation for this layout (once; the peer keeps the image).
+
+    ``hashes``: names of the hashes it can check chunks with, the one it likes best first.
+    """
 
     digest: Hex
     fingerprint: Hex
     layout: LayoutSpec
+    hashes: Annotated[list[Annotated[str, Meta(max_length=16)]], Meta(min_length=1, max_length=8)]
 
 
 class Packed(Message, frozen=True):
-    """Server: a packed image. ``chunks``: SHA-256 of each `CHUNK_BYTES` of it, joined.
+    """Server: a packed image. ``chunks``: ``hash`` of each `CHUNK_BYTES` of it, joined.
 
     ``scales``: float32 little endian per pair; ``ranks``: u16 little endian per pair; ``affine``: a
     byte per pair, 1 where it has a factor and an offset, or nothing for a layout without.
@@ -139,6 +143,7 @@ class Packed(Message, frozen=True):
     digest: Hex
     fingerprint: Hex
     nbytes: Size
+    hash: Annotated[str, Meta(max_length=16)]
     chunks: Annotated[bytes, Meta(max_length=1 << 20)]
     scales: Annotated[bytes, Meta(max_length=1 << 20)]
     ranks: Annotated[bytes, Meta(max_length=1 << 19)]

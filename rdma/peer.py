@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import select
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Final, Protocol
 
 import anyio
 import anyio.abc
+import anyio.from_thread
 import anyio.to_thread
 
 from ..errors import CapacityError, RotaError, WireError
@@ -34,6 +37,7 @@ from .wire2 import Wire2Server
 log = logging.getLogger("rota.rdma.peer")
 _RECV_BYTES: Final = 64 << 10
 _SEND_BYTES: Final = 1 << 20
+_SLICE_S: Final = 0.05
 
 
 class VerbsHost(Rails, PreparedRails, Registrar, Protocol):
@@ -83,6 +87,7 @@ class WeightPeer:
             ("connections", "connections_now", "refused", "requests", "bytes_sent", "errors"), 0
         )
         self._waiting: set[anyio.CancelScope] = set()
+        self._senders = anyio.CapacityLimiter(self.limits.connections)
         self._stopping = anyio.Event()
         self._listener: socket.socket | None = None
 
@@ -253,7 +258,7 @@ class _Connection:
         proto.reply(event.request, answer.message, now, 0 if payload is None else len(payload))
         await self._send(proto.data_to_send())
         if payload is not None:
-            await self._send(payload)
+            await self._send_payload(payload)
             proto.payload_sent(len(payload), anyio.current_time())
 
     async def _send(self, data: bytes | memoryview) -> None:
@@ -269,6 +274,20 @@ class _Connection:
             self._peer._counts["bytes_sent"] += count
             view = view[count:]
             await anyio.lowlevel.checkpoint()
+
+    async def _send_payload(self, payload: memoryview) -> None:
+        """Large ones from a thread: a loop's turn for each piece the socket takes costs more than
+        sending it."""
+        if len(payload) <= _SEND_BYTES:
+            await self._send(payload)
+            return
+        sent = [0]
+        try:
+            await anyio.to_thread.run_sync(
+                _pump, self._socket, payload, self._times.stall, sent, limiter=self._peer._senders
+            )
+        finally:
+            self._peer._counts["bytes_sent"] += sent[0]
 
     async def _say_goodbye(self, error: RotaError) -> None:
         """Tell the client why, as far as the socket takes it at once."""
@@ -298,3 +317,24 @@ class _Connection:
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(desk.close)
+
+
+def _pump(sock: socket.socket, payload: memoryview, stall: float, sent: list[int]) -> None:
+    """Send it all, on a worker thread; ``sent[0]`` counts. Ends early when its task is cancelled.
+
+    Raises:
+        TimeoutError: nothing moved for ``stall`` seconds.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    moved = time.monotonic()
+    while sent[0] < len(payload):
+        anyio.from_thread.check_cancelled()
+        try:
+            sent[0] += sock.send(payload[sent[0] :])
+        except BlockingIOError:
+            if time.monotonic() - moved > stall:
+                raise TimeoutError("nothing moved in time") from None
+            poll.poll(_SLICE_S * 1000)
+        else:
+            moved = time.monotonic()

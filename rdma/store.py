@@ -24,7 +24,8 @@ from ..gpu.lora.report import LoadReport
 from ..gpu.lora.safefile import FileLimits, parse_shards
 from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StageLimits, stage
-from .layouts import DigestedAdapter, HeldSource, chunk_digests
+from .hashes import KNOWN, chunk_digests
+from .layouts import DigestedAdapter, HeldSource
 from .messages import MAX_IDS
 from .region import Region
 
@@ -56,12 +57,19 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedImage:
-    """One image, in a region of its own. ``chunks``: see `layouts.chunk_digests`."""
+    """One image, in a region of its own, and the digests of its chunks by hash."""
 
     region: Region
     image: SlotImage
     report: LoadReport
-    chunks: bytes
+    digests: dict[str, bytes] = field(default_factory=dict)
+
+    def chunks(self, name: str) -> bytes:
+        """See `hashes.chunk_digests`; reckoned when first asked for."""
+        found = self.digests.get(name)
+        if found is None:
+            found = self.digests[name] = chunk_digests(self.region.array, name)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +190,13 @@ class Store:
             if not generation.leases and place.current is not generation:
                 self._drop(generation)
 
+    def packed(self, generation: Generation, fingerprint: str) -> PackedImage | None:
+        """The leased generation's image for a layout known by its fingerprint, if it has one."""
+        with self._lock:
+            found = generation.images.get(fingerprint)
+            self._counts["pack_hits"] += found is not None
+            return found
+
     def pack(self, generation: Generation, layout: SlotLayout) -> PackedImage:
         """The leased generation as an image for ``layout``; packed at most once.
 
@@ -205,11 +220,11 @@ class Store:
                     buffer=region.array,
                 )
                 self._publish(region)
-                chunks = chunk_digests(region.array)
             except BaseException:
                 self._free(region)
                 raise
-            packed = PackedImage(region, staged.image, staged.report, chunks)
+            packed = PackedImage(region, staged.image, staged.report)
+            packed.chunks(next(iter(KNOWN)))
             with self._lock:
                 generation.images[key] = packed
                 self._counts["packs"] += 1

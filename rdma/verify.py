@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import StagingError
+from .hashes import Hash
 from .messages import CHUNK_BYTES
 
 _HASHERS = 2
@@ -29,10 +30,11 @@ def _mismatch(expected: str, found: str, what: str) -> StagingError:
 
 
 class ChunkVerifier:
-    """Checks ``array`` (uint8 ``[n]``) against ``digests`` (32 bytes per `CHUNK_BYTES`)."""
+    """Checks ``array`` (uint8 ``[n]``) against ``digests`` (of 32 bytes, by ``hash_``, one for each
+    `CHUNK_BYTES`)."""
 
-    def __init__(self, array: npt.NDArray[np.uint8], digests: bytes) -> None:
-        self._array, self._digests = array, digests
+    def __init__(self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash) -> None:
+        self._array, self._digests, self._hash = array, digests, hash_
         self._pool = ThreadPoolExecutor(_HASHERS, "rota-verify")
         self._checks: list[Future[None]] = []
         self._next = 0
@@ -55,7 +57,7 @@ class ChunkVerifier:
 
     def _check(self, chunk: int) -> None:
         start = chunk * CHUNK_BYTES
-        found = hashlib.sha256(self._array[start : start + CHUNK_BYTES].data).digest()
+        found = self._hash(self._array[start : start + CHUNK_BYTES])
         wanted = self._digests[32 * chunk : 32 * chunk + 32]
         if found != wanted:
             raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")

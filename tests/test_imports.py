@@ -120,6 +120,12 @@ def verbs_stay_in_one_file(found: Import) -> str | None:
     return "only rdma/verbs.py may import pyverbs" if wrong else None
 
 
+def fast_hash_stays_in_one_file(found: Import) -> str | None:
+    """Only ``rdma/hashes.py`` imports `blake3`, which may be absent."""
+    wrong = found.top == "blake3" and found.by != "rota.rdma.hashes"
+    return "only rdma/hashes.py may import blake3" if wrong else None
+
+
 def errors_stand_alone(found: Import) -> str | None:
     """`rota.errors` needs only the standard library."""
     if found.by == "rota.errors" and found.top not in sys.stdlib_module_names:
@@ -138,6 +144,7 @@ RULES = (
     arrows_go_one_way,
     cuda_stays_in_cuda_files,
     verbs_stay_in_one_file,
+    fast_hash_stays_in_one_file,
     errors_stand_alone,
     rooms_are_imported_relatively,
 )
@@ -185,6 +192,7 @@ BREACHES = [
     (cuda_stays_in_cuda_files, "rota.gpu.host", "from cuda.bindings import driver"),
     (cuda_stays_in_cuda_files, "rota.gpu.model.cuda_graphs", "import cuda"),
     (verbs_stay_in_one_file, "rota.rdma.peer", "from pyverbs.qp import QP"),
+    (fast_hash_stays_in_one_file, "rota.rdma.verify", "from blake3 import blake3"),
     (errors_stand_alone, "rota.errors", "import msgspec"),
     (rooms_are_imported_relatively, "rota.sched.engine", "import gpu.device"),
 ]
@@ -202,6 +210,7 @@ ALLOWED = [
     ("rota.gpu.cuda", "from cuda.bindings import driver"),
     ("rota.gpu.cuda_graphs", "import cuda.bindings"),
     ("rota.rdma.verbs", "import pyverbs.qp"),
+    ("rota.rdma.hashes", "from blake3 import blake3"),
     ("rota.gpu.lora.pool", "from ..device import Device\nfrom ...errors import DeviceError"),
 ]
 

@@ -174,7 +174,7 @@ class SimulatedLink:
                     self.server.payload_sent(size, self.now)
             self._carry(self.server.data_to_send())
 
-    def receive(self, view: memoryview, deadline: float) -> int:
+    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
         self._alive()
         self.now += self.rng.random() / 1000
         if not self.pipe:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, StageLimits, stage
+from rota.rdma import client, hashes
 from rota.rdma import messages as m
 from rota.rdma.address import parse_address, parse_peer_url
 from rota.rdma.client import Peer
@@ -125,6 +128,32 @@ def test_factors_and_offsets_land_as_from_disk(kit: Any, serve: Any) -> None:
         landed = stage(source, layout, base_rows=Ones())
         same(landed, stage(DirectorySource(folders[name]), layout, base_rows=Ones()))
         assert any(landed.image.affine) and phase in landed.report.seconds
+
+
+@pytest.mark.parametrize("name", ["sha256", "blake3"])
+def test_both_ends_agree_on_a_hash(
+    kit: Any, serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    running = serve({"one": folder})
+    monkeypatch.setattr(client, "KNOWN", {name: hashes.KNOWN[name]})
+    source = Peer(running.address, "one", secret=kit.secret, packed="always")
+    same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
+    # A hash only one end knows is passed over; with none in common nothing is packed.
+    monkeypatch.setattr(client, "KNOWN", {"new": hashes.KNOWN[name], name: hashes.KNOWN[name]})
+    same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
+    monkeypatch.setattr(client, "KNOWN", {"new": hashes.KNOWN[name]})
+    assert refusal(lambda: stage(source, kit.small)).code == "no-common-hash"
+
+
+def test_without_the_fast_hash_there_is_sha256(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(hashes.KNOWN) == ["blake3", "sha256"]
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    assert list(hashes._known()) == ["sha256"]
+    image = np.arange(1 << 20, dtype=np.uint32).view(np.uint8)
+    wanted = [
+        hashlib.sha256(image[at : at + (1 << 20)]).digest() for at in range(0, 4 << 20, 1 << 20)
+    ]
+    assert hashes.chunk_digests(image, "sha256") == b"".join(wanted)
 
 
 def test_read_gives_the_files(kit: Any, serve: Any, folder: Path) -> None:
