@@ -211,7 +211,8 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         seq.move(SeqEvent.CHUNK, state.log)
         return
     seq.move(SeqEvent.SAMPLED, state.log)
-    samples.lead_on(state, seq)
+    if seq.followers:
+        samples.lead_on(state, seq)
     position, token = len(seq.tokens) - seq.prompt_len, done.token
     seq.tokens.append(token)
     state.counters.tokens += 1

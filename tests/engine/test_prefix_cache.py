@@ -14,7 +14,7 @@ from rota.sched.core import Stats
 
 pytestmark = pytest.mark.anyio
 
-OPTIONS: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 16, "use_numba": False, "seed": 1}
+OPTIONS: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 16, "seed": 1}
 SAMPLING = rota.SamplingParams(max_tokens=6, logprobs=3, ignore_eos=True)
 Answer = list[tuple[int, float | None, tuple[tuple[int, float], ...]]]
 
@@ -43,16 +43,44 @@ async def answers(oracle: Any, **options: Any) -> tuple[list[Answer], Stats]:
         return got, engine.stats()
 
 
+@pytest.mark.parametrize("use_numba", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_answers_are_the_same_to_the_last_bit(llama: Any, dtype: str) -> None:
-    without, none = await answers(llama, dtype=dtype, prefix_cache=False)
-    cached, stats = await answers(llama, dtype=dtype, max_step_tokens=16, mixed_step_tokens=16)
+async def test_answers_are_the_same_to_the_last_bit(
+    llama: Any, dtype: str, use_numba: bool
+) -> None:
+    kind = {"dtype": dtype, "use_numba": use_numba}
+    without, none = await answers(llama, prefix_cache=False, **kind)
+    cached, stats = await answers(llama, max_step_tokens=16, mixed_step_tokens=16, **kind)
     assert cached == without
     assert none.prefix.hit == 0
     # Two blocks of 16 for every prompt but the first of each version.
     assert stats.prefix.hit == 3 * 4 * 32
     assert stats.base_prefix.hit == 4 * 32
     assert cached[:5] != cached[5:10] != cached[10:], "the versions do differ"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_conversation_goes_on_behind_the_answer_it_got(oracle: Any, dtype: str) -> None:
+    """Blocks that decoding filled are read as prefill would have filled them."""
+
+    async def talk(**options: Any) -> tuple[list[Answer], Stats]:
+        adapters = {"a": oracle.adapter("attn_mlp_r8")}
+        sampling = rota.SamplingParams(max_tokens=40, logprobs=2, ignore_eos=True)
+        said: list[Answer] = []
+        async with rota.Engine(oracle.model, adapters, dtype=dtype, **OPTIONS, **options) as engine:
+            for adapter in (None, "a"):
+                prompt = prompts()[0]
+                for _ in range(3):
+                    events = [e async for e in engine.generate(prompt, adapter, sampling)]
+                    said.append([(e.token_id or 0, e.logprob, e.top_logprobs) for e in events])
+                    prompt = [*prompt, *(e.token_id or 0 for e in events), 3, 4, 5]
+            return said, engine.stats()
+
+    without, _ = await talk(prefix_cache=False)
+    cached, stats = await talk()
+    assert cached == without
+    # 43 tokens, 86, 129; all but the last token of each answer is in KV.
+    assert stats.prefix.hit == 2 * (80 + 112)
 
 
 async def test_in_small_memory_with_preemption_too(llama: Any) -> None:

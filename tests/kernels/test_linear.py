@@ -9,7 +9,13 @@ import torch
 
 from rota.errors import DeviceError
 from rota.gpu.kernels.host import HostKernels
-from rota.gpu.kernels.linear import LinearPacker, PackedLinear, RowPlan, check_row_invariance
+from rota.gpu.kernels.linear import (
+    LinearPacker,
+    PackedLinear,
+    RowPlan,
+    cancelling_probe,
+    check_row_invariance,
+)
 
 Close = Callable[..., None]
 
@@ -36,6 +42,11 @@ def test_right_and_row_invariant(
     for rows in (1, 2, 3, 15, 16, 17, 40, 64, 130, 257):
         assert torch.equal(linear(x[:rows]), y[:rows])
         assert torch.equal(linear(x[300 - rows :]), y[300 - rows :])
+    if n_out * k_in < 10_000:
+        # Another order of additions shows in one element of ten thousand.
+        many = torch.randn((2000, k_in), generator=torch.Generator().manual_seed(5)).to(w.dtype)
+        alone = torch.cat([linear(row[None]) for row in many])
+        assert torch.equal(alone, linear(many))
     assert linear(x[:0]).shape == (0, n_out)
 
 
@@ -57,6 +68,21 @@ def test_the_check_sees_a_row_that_depends_on_its_company(plain: HostKernels) ->
 
     assert not check_row_invariance(Leaky(), [1, 2, 16])
     assert not check_row_invariance(Placed(), [1, 2, 16])
+
+    class Ordered(Leaky):
+        """Adds from the other end when there is one row."""
+
+        k_in = 40
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            terms = (x[:, None].float() * probe.float()).unbind(-1)
+            total = torch.zeros(())
+            for term in terms if len(x) > 1 else reversed(terms):
+                total = total + term
+            return total.to(x.dtype)
+
+    probe, bias, rows = cancelling_probe(12, 40, 19, plain.dtype, False)
+    assert bias is None and not check_row_invariance(Ordered(), [1, 2, 16], rows)
     assert check_row_invariance(Honest(), [1, 2, 16])
 
 
