@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import rota
 from rota.errors import EngineClosedError
 from rota.sched.ipc.client import Backoff
-from rota.sched.sim.engine import sim_text
+from rota.sched.sim.engine import sim_content, sim_text
 
 pytestmark = pytest.mark.anyio
 HERE = Path(__file__).parent
@@ -38,6 +39,11 @@ async def process(script: str, address: Any) -> AsyncIterator[anyio.abc.Process]
             child.kill()
         await child.wait()
         await child.aclose()
+
+
+def running_tasks() -> list[Any]:
+    """Every task of this event loop."""
+    return anyio.get_running_tasks()
 
 
 def params(n: int = 8) -> rota.SamplingParams:
@@ -77,7 +83,72 @@ async def test_a_killed_frontend_loses_its_own_streams_only(serving: Any) -> Non
         assert world.server.connections == 1
 
 
-async def test_connections_come_and_go_and_leave_nothing(serving: Any) -> None:
+async def test_frontends_killed_at_any_moment_under_load_cost_nobody_else(serving: Any) -> None:
+    rng = random.Random(11)
+    async with serving(engine={"step_s": 0.0005}) as world, AsyncExitStack() as stack:
+        mine = await stack.enter_async_context(world.connect())
+        await world.engine.load("a", (b"a", b"{}"))
+        victims: list[anyio.abc.Process] = []
+
+        async def begin() -> None:
+            victims.append(
+                await stack.enter_async_context(process("frontend_process.py", world.address))
+            )
+
+        for _ in range(4):
+            await begin()
+        kept = [mine.generate([1], "a", params(300)) for _ in range(4)]
+        moments = sorted(rng.sample(range(1, 250), len(victims)))
+        text = ["" for _ in kept]
+        for count in range(301):
+            if moments and count == moments[0]:
+                moments.pop(0)
+                victims.pop().send_signal(signal.SIGKILL)
+                # Meanwhile adapters change, as they do in life.
+                await world.engine.replace("a", (f"a{count}".encode(), b"{}"))
+            for index, stream in enumerate(kept):
+                async for event in stream:
+                    text[index] += event.text
+                    break
+        assert text == [sim_text(sim_content(b"a", b"{}"), 1, 300)] * 4, "the version leased"
+        await world.settled()
+        assert world.server.connections == 1 and not moments
+
+
+async def test_an_engine_killed_at_any_moment_ends_what_it_had_and_no_more(tmp_path: Path) -> None:
+    rng = random.Random(12)
+    address = tmp_path / "rota.sock"
+    backoff = Backoff(first_s=0.02, most_s=0.1)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(process("sim_process.py", address))
+        clients = [
+            await stack.enter_async_context(rota.connect(address, backoff=backoff))
+            for _ in range(3)
+        ]
+        for _ in range(3):
+            for client in clients:
+                await client.wait_connected()
+            streams = [c.generate([1], None, params(2000)) for c in clients for _ in range(4)]
+            for _ in range(rng.randrange(1, 60)):
+                await streams[rng.randrange(len(streams))].__anext__()
+            first.send_signal(signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineClosedError) as caught:
+                    async for _ in stream:
+                        pass
+                assert caught.value.code == "engine-gone"
+            first = await stack.enter_async_context(process("sim_process.py", address))
+        for client in clients:
+            await client.wait_connected()
+            assert await client.complete([1], None, params()) == sim_text("base", 1, 8)
+
+
+async def test_connections_come_and_go_and_leave_nothing(
+    serving: Any, anyio_backend_name: str
+) -> None:
+    # A thousand on one event loop; the other takes the same path, a part of them will do.
+    times = 1000 if anyio_backend_name == "asyncio" else 150
+
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -95,8 +166,9 @@ async def test_connections_come_and_go_and_leave_nothing(serving: Any) -> None:
     async with serving() as world:
         await cycle(world, 20)
         gc.collect()
-        before, objects = descriptors(), len(gc.get_objects())
-        await cycle(world, 150)
+        before, objects, tasks = descriptors(), len(gc.get_objects()), len(running_tasks())
+        await cycle(world, times)
         gc.collect()
         assert descriptors() == before
         assert len(gc.get_objects()) < objects + 1000
+        assert len(running_tasks()) == tasks

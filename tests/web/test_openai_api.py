@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 from typing import Any
 
 import anyio
@@ -238,6 +240,39 @@ async def test_a_disconnect_cancels_a_whole_answer_too(serving: Any) -> None:
         with anyio.fail_after(10):
             await face.settled()
         assert face.engine.stats().tokens < 8000
+
+
+async def test_a_thousand_connections_come_and_go_and_leave_nothing(serving: Any) -> None:
+    async with serving(socket=True) as face:
+        host, port = face.base_url.removeprefix("http://").split(":")
+        body = b'{"prompt": "abc", "max_tokens": 2000, "stream": true}'
+        post = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+
+        async def cycle(times: int) -> None:
+            for i in range(times):
+                async with await anyio.connect_tcp(host, int(port)) as stream:
+                    await stream.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if i % 2 else post)
+                    assert b" 200 " in await stream.receive()
+            await face.settled()
+
+        async def flat(limit: int) -> None:
+            # A closed socket's last callbacks may still be on their way.
+            with anyio.fail_after(20):
+                while len(os.listdir("/proc/self/fd")) > limit:
+                    await anyio.lowlevel.checkpoint()
+
+        await cycle(20)
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        objects, tasks = len(gc.get_objects()), len(anyio.get_running_tasks())
+        await cycle(1000)
+        await flat(before)
+        gc.collect()
+        assert len(anyio.get_running_tasks()) <= tasks
+        assert len(gc.get_objects()) < objects + 1000
 
 
 async def test_many_streams_while_adapters_are_replaced(serving: Any) -> None:
