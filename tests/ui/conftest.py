@@ -24,7 +24,7 @@ def _chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop occupies the main thread for as long as it is open
 def browser() -> Iterator[Any]:
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("playwright is not installed (.ci/browser installs it and runs these tests)")
