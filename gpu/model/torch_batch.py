@@ -116,7 +116,7 @@ class DeviceBatch:
         at["row_slots"][:n] = kernel_slots
         at["row_slots"][extra] = -1
         at["picked"][: len(picked)] = picked
-        at["lens"][:rows] = batch.lens[batch.last].numpy()
+        at["lens"][:rows] = batch.lens.numpy()[batch.last]
         at["tables"][:rows] = batch.block_tables[:rows].numpy()
         used = rows
         if padded > n:

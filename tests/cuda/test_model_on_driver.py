@@ -1,0 +1,174 @@
+"""A whole model on the test driver: torch operations, LoRA kernels and graphs, against the host."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rota.errors import DeviceError
+from rota.gpu.host import HostDevice
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import stage
+from rota.gpu.model.batch import RowInput
+from rota.gpu.model.runner import Runner
+from rota.gpu.model.sampling import SamplingParams
+from rota.gpu.model.torch_runner import TorchRunner
+
+OPTIONS = {
+    "max_loras": 3,
+    "max_lora_rank": 16,
+    "num_blocks": 16,
+    "max_step_tokens": 32,
+    "max_sequences": 4,
+}
+PROMPTS = ([44, 54, 99], [14, 50], [102, 37, 66, 50], [6, 5, 38])
+MIXES = ((0, -1, 1, 0), (-1, 1, 1, 2), (2, 2, 0, -1), (-1, -1, -1, -1))
+
+
+class Served:
+    """A runner on one device, its adapters, and the logits of the last step."""
+
+    def __init__(self, runner, folder):
+        self.runner, self.folder, self.logits = runner, folder, None
+        runner.logits_sink = self.keep
+        for seq in range(4):
+            runner.open_sequence(seq, PROMPTS[seq], SamplingParams())
+
+    def keep(self, seqs, logits):
+        self.logits = logits.float().clone()
+
+    def commit(self, slot, case):
+        source = DirectorySource(self.folder / "adapters" / case)
+        image = stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
+        self.runner.commit(slot, image)
+
+    def step(self, slots, start, tokens):
+        rows = [
+            RowInput(seq, slot, start[seq], tuple(tokens[seq]), (seq * 3, seq * 3 + 1), True)
+            for seq, slot in enumerate(slots)
+        ]
+        outputs = self.runner.step(rows)
+        assert [output.error for output in outputs] == [None] * len(slots)
+        return [output.token for output in outputs]
+
+
+@pytest.fixture
+def on_driver(cuda_machine, driver, data_dir):
+    """``open(dtype)``: a `Served` on the test driver; leaves nothing behind."""
+    if driver is None:
+        pytest.skip("runs torch on the test driver; on a GPU see bench/gpu_all.py")
+    from rota.gpu.fakecuda.torch_queue import QueueSpace
+
+    opened = []
+
+    def make(dtype, **more):
+        device = cuda_machine.open(checked=True)
+        space = QueueSpace(device, driver)
+        folder = data_dir / "oracle" / "llama"
+        runner = TorchRunner.load(
+            folder / "base", device, dtype=dtype, space=space, **(OPTIONS | more)
+        )
+        opened.append((runner, space))
+        return Served(runner, folder), space, device
+
+    yield make
+    for runner, space in opened:
+        runner.close()
+        space.close()
+    assert driver.live() == {}, driver.story
+
+
+@pytest.fixture
+def on_host(data_dir):
+    """The same on the host."""
+    opened = []
+
+    def make(dtype):
+        folder = data_dir / "oracle" / "llama"
+        runner = Runner.load(folder / "base", HostDevice(), dtype=dtype, affine=False, **OPTIONS)
+        opened.append(runner)
+        return Served(runner, folder)
+
+    yield make
+    for runner in opened:
+        runner.close()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, dtype, bound):
+    here, space, _ = on_driver(dtype)
+    there = on_host(dtype)
+    for served in (here, there):
+        served.commit(0, "attn_mlp_r8")
+        served.commit(1, "rslora_r16_bf16")
+        served.commit(2, "attn_mlp_r8")
+    for mix in MIXES:
+        fed = [list(prompt) for prompt in PROMPTS]
+        start = [0] * 4
+        for step in range(4):
+            tokens = [fed[seq][start[seq] :] for seq in range(4)]
+            here.step(mix, start, tokens)
+            chosen = there.step(mix, start, tokens)
+            error = (here.logits - there.logits).abs().max() / there.logits.abs().max()
+            assert float(error) < bound, (mix, step)
+            for seq in range(4):
+                start[seq] = len(fed[seq])
+                fed[seq].append(chosen[seq])
+    # One graph with the LoRA kernels in it, one without; each replayed for other adapters since.
+    assert here.runner.captured == 2
+    assert space.recorded > 2 * 40
+
+
+def test_swaps_between_replays_are_seen_and_nothing_is_captured_again(on_driver, on_host):
+    here, _, device = on_driver("float32")
+    there = on_host("float32")
+    labels = None
+    cases = ("attn_mlp_r8", "rslora_r16_bf16")
+    for swap in range(8):
+        for served in (here, there):
+            served.commit(swap % 2, cases[swap // 2 % 2])
+            if swap == 0:
+                served.commit(1, cases[1])
+        for served in (here, there):
+            served.step((0, 1), [0, 0], [[3 + swap], [7]])
+        assert torch.allclose(here.logits, there.logits, rtol=1e-4, atol=1e-4), swap
+        if swap == 2:
+            labels = device.live_labels()
+    assert here.runner.captured == 1
+    assert device.live_labels() == labels
+
+
+def test_a_refused_capture_costs_one_line_and_no_step(on_driver, on_host, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "rota.gpu.model.torch_step")
+    here, _, device = on_driver("float32")
+    there = on_host("float32")
+
+    def refused(self, stream, mode="thread-local"):
+        raise DeviceError("not now", code="capture-violation")
+
+    monkeypatch.setattr(type(device), "begin_capture", refused)
+    for step in range(4):
+        for served in (here, there):
+            served.step((-1, -1), [0, 0], [[3 + step], [7]])
+        assert torch.allclose(here.logits, there.logits, rtol=1e-4, atol=1e-4)
+    assert here.runner.captured == 0
+    assert len(caplog.records) == 1 and "without graphs" in caplog.records[0].getMessage()
+
+
+def test_reading_a_value_while_recording_is_refused(on_driver):
+    _, space, device = on_driver("float32", max_loras=0)
+    stream = device.create_stream(label="own")
+    x = space.upload(torch.ones(4))
+    with space.computing(stream):
+        y = x + 1
+        device.begin_capture(stream)
+        z = x * 3
+        with pytest.raises(DeviceError) as caught:
+            z.sum().item()
+        assert caught.value.code == "capture-violation"
+    device.abort_capture_if_active(stream)
+    device.synchronize(stream)
+    assert y.tolist() == [2.0] * 4 and torch.isnan(z).all()
+    device.destroy_stream(stream)
