@@ -264,6 +264,33 @@ class Engine:
         deadline = deadline_in(deadline_s)
         return await self._command(lambda _, i: ev.Unload(i, name, deadline, cancel_late))
 
+    async def resize(
+        self,
+        *,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> AdapterReply:
+        """Another number of slots, or another highest rank (``None``: as it is), while it serves.
+
+        Nothing new is admitted until what runs has ended and the pool is exchanged; then resident
+        adapters are brought back, as many as there are slots, and who waited is served. Answers
+        ``resized``. Refused, with everything as before: CapacityError ``resize-timeout`` if what
+        runs has not ended after ``deadline_s`` seconds; CommandError ``pinned-do-not-fit`` or
+        ``resident-rank-too-large``; DeviceError ``pool-too-large`` if twice the new pool does not
+        fit in the memory free beside the old one.
+        """
+        deadline = deadline_in(deadline_s)
+        slots, rank = self._live().core.pool_shape
+        return await self._command(
+            lambda _, i: ev.Resize(
+                i,
+                slots if max_loras is None else max_loras,
+                rank if max_lora_rank is None else max_lora_rank,
+                deadline,
+            )
+        )
+
     async def pin(self, name: str) -> AdapterReply:
         """The adapter's slot is no victim until :meth:`unpin`."""
         return await self._command(lambda _, i: ev.Pin(i, name, True))

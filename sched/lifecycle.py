@@ -26,6 +26,7 @@ from ..gpu.model.runner import Runner
 from ..gpu.model.torch_runner import TorchRunner
 from .config import EngineConfig
 from .core import Core, CoreConfig
+from .core.resize import MAX_SLOTS
 from .shell import Shell
 from .staging import Stager
 from .text.chat import ChatTemplate
@@ -41,7 +42,7 @@ class Parts:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.thread = DeviceThread(limit=4 * (config.max_running + config.max_loras) + 64)
+        self.thread = DeviceThread(limit=4 * (config.max_running + MAX_SLOTS) + 64)
         self.stack = AsyncExitStack()
         self.runner: Runner | TorchRunner
         self.core: Core
@@ -70,6 +71,7 @@ class Parts:
         self.core = Core(
             CoreConfig(
                 max_loras=config.max_loras,
+                max_rank=config.max_lora_rank,
                 num_blocks=info.num_blocks,
                 max_context=info.context_length,
                 block_size=info.block_size,

@@ -258,6 +258,9 @@ class Shell:
                 self._device(write, partial(self._commit_over, commit))
             case fx.Retire(slot):
                 self._device(partial(self._executor.retire, slot), ignore)
+            case fx.Relayout(max_loras, max_rank):
+                job = partial(self._executor.relayout, max_loras, max_rank)
+                self._device(job, self._relayout_over)
             case fx.StartStage(stage, _, source):
                 assert self._tasks is not None
                 self._tasks.start_soon(self._stage, stage, self._sources[source])
@@ -365,6 +368,13 @@ class Shell:
             failure = to_failure(as_rota_error(error))
             self._deliver(ev.CommitFailed(commit, failure, is_fatal(error)))
 
+    def _relayout_over(self, _: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._deliver(ev.RelayoutDone())
+        else:
+            failure = to_failure(as_rota_error(error))
+            self._deliver(ev.RelayoutFailed(failure, is_fatal(error)))
+
     async def _stage(self, stage: int, source: Any) -> None:
         try:
             outcome = await self._stager.run(stage, source)
@@ -378,6 +388,7 @@ class Shell:
             self._stager.keep(image, outcome, source)
             if outcome.cached < 0:
                 self.timings.staged(getattr(outcome.staged.report, "seconds", {}))
-            nbytes = int(outcome.staged.image.nbytes)
-            reusable = outcome.signature is not None
-            self._arrive(ev.StageDone(stage, image, outcome.staged.digest, nbytes, reusable))
+            made = outcome.staged.image
+            digest, reusable = outcome.staged.digest, outcome.signature is not None
+            rank, nbytes = max(made.ranks, default=0), int(made.nbytes)
+            self._arrive(ev.StageDone(stage, image, digest, nbytes, reusable, rank))

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rota.sched.core.jobs import JOB_TABLE, JobState
+from rota.sched.core.resize import RESIZE_TABLE, ResizeState
 from rota.sched.core.tables import SEQ_TABLE, SLOT_TABLE, SeqState, SlotState
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "states.md"
 INTRO = """# States of slots, sequences and adapter jobs
 
-Made from the tables in `sched/core/tables.py` and `sched/core/jobs.py` by `tools/make_states.py`;
+Made from the tables in `sched/core/tables.py`, `jobs.py` and `resize.py` by `tools/make_states.py`;
 do not edit by hand. A pair of state and event that is not drawn here is an error that carries the
 story of the thing it happened to.
 """
@@ -67,6 +68,7 @@ def document() -> str:
         diagram("Slot", SlotState.EMPTY, SLOT_TABLE),
         diagram("Sequence", SeqState.WAITING, SEQ_TABLE),
         diagram("Adapter job", JobState.QUEUED, JOB_TABLE),
+        diagram("Resize", ResizeState.DRAINING, RESIZE_TABLE),
         WAIT,
     ]
     return "\n".join(parts)

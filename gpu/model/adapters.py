@@ -9,6 +9,7 @@ its affine part unless one of the rows' adapters has vectors there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -118,7 +119,7 @@ class Adapters:
         stream: Stream,
     ) -> None:
         self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows)
-        self._device, self._stream = device, stream
+        self._device, self._kernels, self._stream = device, kernels, stream
         try:
             self._groups = tuple(
                 tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
@@ -254,6 +255,31 @@ class Adapters:
         self.pool.set_row_slots(slots, self._stream)
         self._device.synchronize(self._stream)
         return self.pool.row_slots_address
+
+    def remade(self, max_loras: int, max_rank: int, kernels: GroupMaker | None = None) -> Adapters:
+        """Empty slots of another number and rank, beside these (which the caller closes when all
+        work on them is queued): the new pool's pre-flight, twice its size within the free memory,
+        counts these as used. ``kernels``: if not those of these. No captured step may still hold
+        their addresses.
+
+        Raises:
+            DeviceError: pool-too-large, bad-argument, or what the device raises; nothing changed.
+        """
+        layout = replace(self.pool.layout, max_rank=max_rank)
+        new = Adapters(
+            self._device,
+            self._kernels if kernels is None else kernels,
+            layout,
+            max_loras,
+            max_rows=self.pool.max_rows,
+            stream=self._stream,
+        )
+        try:
+            self._device.synchronize(self._stream)  # the old ones may go now
+        except BaseException:
+            new.close()
+            raise
+        return new
 
     def close(self) -> None:
         """Free the pool, once."""

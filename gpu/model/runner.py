@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -311,6 +312,22 @@ class Runner:
     def retire(self, slot: int) -> None:
         """Empty ``slot``. Raises DeviceError lora-off, bad-slot."""
         self._slots().retire(slot)
+
+    def relayout(self, max_loras: int, max_rank: int) -> None:
+        """Exchange the pool for an empty one of ``max_loras`` slots, 1 or more, for ranks up to
+        ``max_rank``, between steps; `layout` and `info` follow. Whatever is raised, the old pool is
+        kept with all that is in it.
+
+        Raises:
+            DeviceError: lora-off, or as `Adapters.remade`.
+        """
+        old = self._slots()
+        new = old.remade(max_loras, max_rank)
+        self._adapters, self.layout = new, new.pool.layout
+        self.info = replace(
+            self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
+        )
+        old.close()
 
     def _slots(self) -> Adapters:
         self._alive()

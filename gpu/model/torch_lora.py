@@ -56,11 +56,23 @@ class DeviceGroups:
         rank: int,
     ) -> None:
         self._device, self._stream, self._dtype = device, stream, dtype
+        self._widest = widest
         self.rows = min(max_rows, KERNEL_ROWS)
         # The splits of a shorter input may be finer, and hence more.
         each = (planes_bytes(1, MAX_SLICES, rank, k_in) for k_in in (widest, min(widest, 4096)))
         self._nbytes = self.rows * max(each)
         self._planes: int | None = device.alloc(self._nbytes, label="lora planes")
+
+    def of_rank(self, rank: int) -> DeviceGroups:
+        """The same for another padded rank, beside these. Raises as the class."""
+        return DeviceGroups(
+            self._device,
+            self._stream,
+            self._dtype,
+            max_rows=self.rows,
+            widest=self._widest,
+            rank=rank,
+        )
 
     def lora_group(
         self, slices: tuple[LoraSlice, ...], *, k_in: int, rank: int, max_loras: int

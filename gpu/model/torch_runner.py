@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -280,6 +281,27 @@ class TorchRunner:
     def retire(self, slot: int) -> None:
         """See `Runner.retire`."""
         self._slots().retire(slot)
+
+    def relayout(self, max_loras: int, max_rank: int) -> None:
+        """See `Runner.relayout`; the graphs of the old pool are destroyed."""
+        steps, old, old_groups = self._alive(), self._slots(), self._groups
+        assert old_groups is not None
+        with self._space.computing(self._stream):
+            groups = old_groups.of_rank(replace(self.layout, max_rank=max_rank).stride)
+            try:
+                new = old.remade(max_loras, max_rank, groups)
+                steps.relayout(new)
+            except BaseException:
+                groups.close()
+                raise
+        self._adapters, self._groups, self.layout = new, groups, new.pool.layout
+        self.info = replace(
+            self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
+        )
+        try:
+            old.close()
+        finally:
+            old_groups.close()
 
     def _slots(self) -> Adapters:
         self._alive()

@@ -75,7 +75,7 @@ class StepRunner:
         self._device, self._space, self._stream = device, space, stream
         self._model, self._kv, self._batch = model, kv, batch
         self._adapters, self._graphs = adapters, graphs
-        self._scale = config.head_dim**-0.5
+        self._scale, self._dtype = config.head_dim**-0.5, dtype
         self._q_out = config.q_out
         limits = batch.limits
         self._rows = rows_of_buckets(limits.max_sequences)
@@ -108,6 +108,19 @@ class StepRunner:
     def captures(self) -> int:
         """Captures that succeeded, ever."""
         return 0 if self._graphs is None else self._graphs.captures
+
+    def relayout(self, adapters: Adapters) -> None:
+        """Go over to another pool: every graph is destroyed, for it bakes the old one's addresses.
+        The caller has ended the stream's work, and frees the old pool after."""
+        views = SlotViews(adapters.pool, self._space, self._dtype)
+        overlays = Overlays(adapters.pool, self._space, self._dtype)
+        if self._graphs is not None and self._graphs.drain():
+            logger.warning("graphs of the old pool are left; none of them is replayed")
+        self._space.forget()
+        self._warm.clear()
+        if self._views is not None:
+            self._views.clear()
+        self._adapters, self._views, self._overlays = adapters, views, overlays
 
     def committed(self, slot: int, image: SlotImage) -> None:
         """Tell what a slot holds now."""

@@ -48,6 +48,23 @@ def add_job(
     return job
 
 
+def bring_back(state: State, entry: Name, pin: bool) -> Job:
+    """A job that makes ``entry`` resident again, before whatever else it was asked for: a
+    replacement that never ends must not keep away what was there."""
+    job = Job(state.new_id(), JobKind.PROMOTE, entry.name, entry.source, pin=pin)
+    state.names.hold_source(job.source)
+    state.jobs[job.id] = job
+    if entry.jobs and entry.jobs[0].state is JobState.PLACING:
+        entry.jobs.insert(1, job)
+        return job
+    if entry.jobs:
+        for waiting in (state.backlog, state.misses):
+            waiting.pop(entry.jobs[0].id, None)
+    entry.jobs.appendleft(job)
+    _start(state, entry, job)
+    return job
+
+
 def wait_for(state: State, job: Job, command: int) -> None:
     state.commands[command] = job.id
     job.commands.append(command)
@@ -68,7 +85,7 @@ def _start(state: State, entry: Name, job: Job) -> None:
         if serves(state, current):
             finish(state, entry, job, JobEvent.FINISH, "resident")
             return
-    if state.jobs_in_hand() >= state.config.jobs_in_hand():
+    if state.held or state.jobs_in_hand() >= state.config.jobs_in_hand():
         job.queued = state.now
         backlog = state.misses if job.kind is JobKind.MISS else state.backlog
         backlog[job.id] = job
@@ -76,7 +93,7 @@ def _start(state: State, entry: Name, job: Job) -> None:
     reuse = job.kind not in (JobKind.REPLACE, JobKind.SWAP, JobKind.LOAD)
     if reuse and current is not None and state.names.knows_image(current.image):
         state.names.image_staged(current.image, 0)
-        job.image, job.digest = current.image, current.digest
+        job.image, job.digest, job.rank = current.image, current.digest, current.rank
         _place_or_finish(state, entry, job)
         return
     job.stage = state.new_id()
@@ -90,6 +107,8 @@ def start_waiting(state: State) -> bool:
     """Take up jobs that waited because enough others were in hand, commands before misses;
     whether there were any."""
     started = False
+    if state.held:
+        return started
     for backlog in (state.backlog, state.misses):
         while backlog and state.jobs_in_hand() < state.config.jobs_in_hand():
             job = backlog.pop(next(iter(backlog)))
@@ -101,7 +120,7 @@ def start_waiting(state: State) -> bool:
 def stage_done(state: State, event: StageDone) -> None:
     job = state.stages.pop(event.stage)
     state.names.image_staged(event.image, event.nbytes, reusable=event.reusable)
-    job.image, job.digest = event.image, event.digest
+    job.image, job.digest, job.rank = event.image, event.digest, event.rank
     state.trim_images()
     if job.abandoned:
         _drop(state, job, JobEvent.FAIL)
@@ -124,6 +143,7 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
     if job.kind is JobKind.PREFETCH:
         if current is None or current.digest != job.digest:
             version = entry.version(entry.reserve(), job.digest, job.source, job.image)
+            version.rank = job.rank
             _adopt(state, entry, job, version)
         else:
             relink(state, current, job.image)
@@ -169,6 +189,7 @@ def commit_done(state: State, event: CommitDone) -> None:
     entry = state.names.names[job.name]
     if job.fresh:
         version = entry.version(job.generation, job.digest, job.source, job.image)
+        version.rank = job.rank
         _adopt(state, entry, job, version)
     else:
         assert entry.current is not None

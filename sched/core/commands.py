@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import adapters, retry
+from . import adapters, resize, retry
 from .effects import Reply
 from .events import (
     CancelCommand,
@@ -14,6 +14,7 @@ from .events import (
     Promote,
     Register,
     Replace,
+    Resize,
     Rotate,
     Swap,
     Unload,
@@ -42,7 +43,7 @@ def handle(state: State, event: Command) -> None:
     """Carry out one command, or refuse it by name."""
     source = getattr(event, "source", None)
     try:
-        _gate(state)
+        _gate(state, event)
         _handle(state, event)
     except Refused as refused:
         state.refuse(event.command, refused.failure)
@@ -51,11 +52,18 @@ def handle(state: State, event: Command) -> None:
             state.drop_sources(state.names.release_source(source))
 
 
-def _gate(state: State) -> None:
+def _gate(state: State, event: Command) -> None:
     if state.dead is not None:
         raise Refused(state.dead)
     if state.closing:
         raise Refused(Failure("closed", "engine-closed", "the engine is closing"))
+    rebuilding = state.resize is not None and state.resize.rebuilding
+    if rebuilding and isinstance(event, (Unload, Pin)):
+        raise Refused(
+            Failure(
+                "capacity", "resizing", "the pool is being exchanged", event.name, retry_after_s=0.1
+            )
+        )
     if len(state.commands) >= state.config.max_commands:
         raise _refuse(
             "QUEUE_FULL",
@@ -110,6 +118,11 @@ def _handle(state: State, event: Command) -> None:
             _rotate(state, command, name_or_none)
         case Unload(command, name, deadline, cancel_late):
             _unload(state, command, name, deadline, cancel_late)
+        case Resize():
+            failure = resize.refusal(state, event)
+            if failure is not None:
+                raise Refused(failure)
+            resize.begin(state, event)
         case Pin(command, name, pinned):
             _pin(state, command, name, pinned)
 

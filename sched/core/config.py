@@ -17,7 +17,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``recurrent``: the model's sequences carry a state besides their KV blocks: no prefix is shared,
     nothing is spilled, and a preempted sequence's state is dropped.
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
-    ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image)."""
+    ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image).
+    ``max_rank``: the highest rank a slot holds. A resize changes it and ``max_loras``."""
 
     max_loras: int
     num_blocks: int
@@ -42,6 +43,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     log_size: int = 4096
     max_remembered_generations: int = 65_536
     spare_jobs: int = 8
+    max_rank: int = 64
 
     @property
     def shares_prefixes(self) -> bool:

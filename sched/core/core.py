@@ -7,7 +7,7 @@ events at the same times give the same effects.
 from __future__ import annotations
 
 from ...errors import InternalError
-from . import adapters, commands, placement, planning, requests, spill
+from . import adapters, commands, placement, planning, requests, resize, spill
 from .config import CoreConfig
 from .effects import Closed, Effect
 from .events import (
@@ -19,6 +19,8 @@ from .events import (
     Event,
     Failure,
     Plan,
+    RelayoutDone,
+    RelayoutFailed,
     RestoreDone,
     RestoreFailed,
     SpillDone,
@@ -75,10 +77,12 @@ class Core:
         state.now = state.log.now = max(state.now, now)
         requests.expire(state)
         self._dispatch(event)
+        resize.settle(state)
         placement.place_all(state)
         while adapters.start_waiting(state):
             placement.place_all(state)
         commands.settle_unloads(state)
+        resize.refilled(state)
         self._maybe_closed()
         out, state.out = state.out, []
         return out
@@ -108,6 +112,12 @@ class Core:
                 adapters.commit_failed(state, event)
                 if event.fatal:
                     planning.device_dead(state, event.failure)
+            case RelayoutDone():
+                resize.built(state, event)
+            case RelayoutFailed():
+                resize.not_built(state, event)
+                if event.fatal:
+                    planning.device_dead(state, event.failure)
             case SpillDone():
                 spill.spill_done(state, event)
             case SpillFailed():
@@ -135,6 +145,7 @@ class Core:
             return
         state.closing = True
         closing = Failure("closed", "engine-closed", "the engine is closing")
+        resize.give_up(state, closing)
         adapters.fail_all(state, closing)
         for seq in list(state.seqs.values()):
             state.end(seq, "error", closing)
@@ -144,25 +155,33 @@ class Core:
         state = self._state
         if not state.closing or state.closed:
             return
-        if state.step is None and not (state.seqs or state.stages or state.commits):
+        if not (state.step or state.seqs or state.stages or state.commits or state.resize):
             state.closed = True
             state.out.append(Closed())
 
     def next_wake(self) -> float | None:
         """Absolute time of the next ``Tick``, or ``None``."""
         state = self._state
-        times = [state.next_deadline(), state.place_at]
+        times = [state.next_deadline(), None if state.held else state.place_at]
+        if state.resize is not None and not state.resize.rebuilding and state.held:
+            times.append(state.resize.deadline)
         times += [u.deadline for u in state.unloading]
         return min((t for t in times if t is not None), default=None)
 
     def idle(self) -> bool:
         """Nothing runs, waits, stages or commits."""
         state = self._state
-        return not (state.step or state.seqs or state.jobs or state.stages or state.commits)
+        busy = state.step or state.stages or state.commits or state.resize
+        return not (busy or state.seqs or state.jobs)
 
     def stats(self) -> Stats:
         """A frozen snapshot."""
         return snapshot(self._state)
+
+    @property
+    def pool_shape(self) -> tuple[int, int]:
+        """Slots, and the highest rank they hold."""
+        return self._state.config.max_loras, self._state.config.max_rank
 
     def source_of(self, name: str) -> int | None:
         """The source a known name comes from, or ``None``."""

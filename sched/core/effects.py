@@ -112,6 +112,14 @@ class Retire(msgspec.Struct, frozen=True, tag=True, array_like=True):
     slot: int
 
 
+class Relayout(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Exchange the pool: nothing is in flight and nothing is leased. RelayoutDone or
+    RelayoutFailed comes, once."""
+
+    max_loras: int
+    max_rank: int
+
+
 class DropImage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget a host slot image."""
 
@@ -156,6 +164,7 @@ Effect = (
     | CancelStage
     | Commit
     | Retire
+    | Relayout
     | DropImage
     | DropSource
     | Reply

@@ -182,6 +182,27 @@ class Prefetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     source: int | None = None
 
 
+class Resize(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Another pool: ``max_loras`` slots of ``max_rank``, once nothing is in flight; refused if
+    that is not so by ``deadline`` (absolute time)."""
+
+    command: int
+    max_loras: int
+    max_rank: int
+    deadline: float
+
+
+class RelayoutDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The new pool stands, its slots empty."""
+
+
+class RelayoutFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The device kept the old pool and all that is in it."""
+
+    failure: Failure
+    fatal: bool = False
+
+
 class CancelCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nobody waits for this command's answer any more. Its work goes on; its effects stay."""
 
@@ -192,13 +213,15 @@ class StageDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A slot image is ready in host memory. ``image`` may be one that was already cached.
 
     ``reusable``: a later stage can find this image by what its source looks like, without reading
-    it; one that no version uses is then still worth its place in the cache."""
+    it; one that no version uses is then still worth its place in the cache. ``rank``: the highest
+    of its pairs."""
 
     stage: int
     image: int
     digest: str
     nbytes: int
     reusable: bool = False
+    rank: int = 0
 
 
 class StageFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -230,7 +253,7 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End everything: nothing new is accepted, what runs ends after its step."""
 
 
-Command = Load | Register | Replace | Promote | Swap | Rotate | Unload | Pin | Prefetch
+Command = Load | Register | Replace | Promote | Swap | Rotate | Unload | Pin | Prefetch | Resize
 Event = (
     Submit
     | Cancel
@@ -248,6 +271,8 @@ Event = (
     | StageFailed
     | CommitDone
     | CommitFailed
+    | RelayoutDone
+    | RelayoutFailed
     | Tick
     | Close
 )

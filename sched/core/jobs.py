@@ -31,6 +31,7 @@ class JobState(enum.Enum):
 class JobEvent(enum.Enum):
     STAGE = "stage"
     STAGED = "staged"
+    RESTAGE = "restage"  #: the pool's layout changed under its image
     CHOSEN = "chosen"
     COMMITTED = "committed"
     FAIL = "fail"
@@ -44,6 +45,7 @@ JOB_TABLE: dict[tuple[JobState, JobEvent], JobState] = {
     (JobState.QUEUED, JobEvent.FAIL): JobState.FAILED,
     (JobState.STAGING, JobEvent.STAGED): JobState.PLACING,
     (JobState.STAGING, JobEvent.FAIL): JobState.FAILED,
+    (JobState.PLACING, JobEvent.RESTAGE): JobState.QUEUED,
     (JobState.PLACING, JobEvent.CHOSEN): JobState.COMMITTING,
     (JobState.PLACING, JobEvent.FINISH): JobState.DONE,
     (JobState.PLACING, JobEvent.FAIL): JobState.FAILED,
@@ -65,6 +67,7 @@ class Job:
     stage: int = -1
     image: int = -1
     digest: str = ""
+    rank: int = 0
     slot: int = -1
     commit: int = -1
     queued: float | None = None  #: when it began to wait behind the jobs in hand, if it did

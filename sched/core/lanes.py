@@ -91,6 +91,11 @@ class Lanes:
                 lane = next(iter(level.values()))
                 yield lane, lane.head()
 
+    def leased(self) -> list[tuple[Lane, Sequence]]:
+        """Heads of the lanes whose first sequence holds a lease, in the same order."""
+        levels = [self._ready[priority] for priority in sorted(self._ready)]
+        return [(lane, lane.head()) for level in levels for lane in level.values() if lane.front]
+
     def took_turn(self, lane: Lane) -> None:
         """The lane had a sequence admitted: it goes behind the others of its priority."""
         level = self._ready.get(lane.key[0])

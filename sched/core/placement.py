@@ -19,6 +19,8 @@ from .tables import SlotState
 def place_all(state: State) -> None:
     """Give slots to the jobs that wait for one, in the order they began to wait. Does nothing
     unless a job, a slot, a lane or the time has changed what it would decide."""
+    if state.held:
+        return
     slots, lanes = state.slots, state.lanes
     due = state.place_at is not None and state.now >= state.place_at
     if not (state.unsettled or slots.changed or lanes.changed or due):
@@ -36,6 +38,9 @@ def place_all(state: State) -> None:
             # The slot it drained from serves again: the wait is over without a commit.
             adapters.relink(state, current, job.image)
             adapters.finish(state, entry, job, JobEvent.FINISH, "resident")
+            continue
+        if job.target >= len(slots):
+            adapters.fail(state, job, _no_such_slot(state, job))
             continue
         if job.target < 0 and not (ever or slots.can_ever_place(_own(entry, job))):
             adapters.fail(state, job, _pool_full(state))
@@ -139,6 +144,17 @@ def _own(entry: Name, job: Job) -> int:
     if job.kind is JobKind.REPLACE and entry.current is not None:
         return entry.current.slot
     return -1
+
+
+def _no_such_slot(state: State, job: Job) -> Failure:
+    return Failure(
+        "command",
+        "bad-slot",
+        "the pool was resized meanwhile: no such slot",
+        job.name,
+        f"0..{len(state.slots) - 1}",
+        str(job.target),
+    )
 
 
 def _pool_full(state: State) -> Failure:

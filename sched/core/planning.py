@@ -6,7 +6,7 @@ admission from the lanes, within a token budget that bounds the gap between toke
 
 from __future__ import annotations
 
-from . import adapters, samples, spill
+from . import adapters, resize, samples, spill
 from .effects import DropState, OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
@@ -122,7 +122,7 @@ def _admit(state: State, budget: int, rows: list[Row]) -> None:
     progress = True
     while progress and budget > 0 and len(state.running) < state.config.max_running:
         progress = False
-        for lane, seq in state.lanes.heads():
+        for lane, seq in state.lanes.leased() if state.held else state.lanes.heads():
             if budget <= 0 or len(state.running) >= state.config.max_running:
                 break
             if (
@@ -241,6 +241,7 @@ def device_dead(state: State, failure: Failure) -> None:
     """The device is gone: everything ends by name, nothing new is accepted."""
     if state.dead is None:
         state.dead = failure
+    resize.give_up(state, failure)
     for seq in list(state.seqs.values()):
         state.end(seq, "error", failure)
     state.memory.prefix.disable()

@@ -22,6 +22,7 @@ class Version:
     source: int
     image: int
     slot: int = -1
+    rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +163,10 @@ class Registry:
         for version in self._versions.pop(image, set()):
             version.image = -1
         return image
+
+    def forget_images(self) -> list[int]:
+        """None fits the pool any more (and no job holds one): all of them, to be dropped."""
+        return [self._drop(image) for image in sorted(self._images)]
 
     def check(self, jobs: list[Job]) -> None:
         """Holds equal holders: images by jobs, sources by names and jobs, bytes by images."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from . import samples
 from .config import CoreConfig
@@ -23,6 +24,9 @@ from .sequences import Sequence
 from .slots import SlotTable
 from .story import Log
 from .tables import SeqEvent, SeqState
+
+if TYPE_CHECKING:
+    from .resize import Resizing
 
 
 @dataclass(slots=True)
@@ -97,6 +101,7 @@ class State:
     unloading: list[Unloading] = field(default_factory=list)
     default: str | None = None
     step: Step | None = None
+    resize: Resizing | None = None
     closing: bool = False
     closed: bool = False
     dead: Failure | None = None
@@ -110,6 +115,11 @@ class State:
     def new_id(self) -> int:
         self._ids += 1
         return self._ids
+
+    @property
+    def held(self) -> bool:
+        """Whether a resize lets nothing new be admitted, staged or committed."""
+        return self.resize is not None and self.resize.holds
 
     def jobs_in_hand(self) -> int:
         """Jobs that stage, hold an image, or write a slot."""

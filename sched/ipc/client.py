@@ -270,6 +270,15 @@ class Client:
     ) -> AdapterReply:
         return _reply(await self._ask(wire.Unload(name, deadline_s, cancel_late)))
 
+    async def resize(
+        self,
+        *,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> AdapterReply:
+        return _reply(await self._ask(wire.Resize(max_loras, max_lora_rank, deadline_s)))
+
     async def _adapter(
         self, verb: Any, name: str, source: Source | None, *, slot: int = -1, pin: bool = False
     ) -> AdapterReply:

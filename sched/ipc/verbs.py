@@ -173,6 +173,11 @@ async def answer(engine: Any, verb: wire.Verb, uploads: Uploads, allowed: Allowe
         case wire.Unload(name, deadline_s, cancel_late):
             reply = await engine.unload(name, deadline_s=deadline_s, cancel_late=cancel_late)
             return to_outcome(reply)
+        case wire.Resize(max_loras, rank, deadline_s):
+            reply = await engine.resize(
+                max_loras=max_loras, max_lora_rank=rank, deadline_s=deadline_s
+            )
+            return to_outcome(reply)
         case wire.GetStats():
             engine.stats()  # raises if the engine is over; the snapshot travels beside the answer
             return wire.Nothing()

@@ -192,6 +192,14 @@ class Unload(msgspec.Struct, frozen=True, tag="unload", array_like=True):
     cancel_late: bool
 
 
+class Resize(msgspec.Struct, frozen=True, tag="resize", array_like=True):
+    """``None``: as it is."""
+
+    max_loras: int | None
+    max_lora_rank: int | None
+    deadline_s: float
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
     """A fresh snapshot; the answer is its ``stats``."""
 
@@ -220,7 +228,7 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", array_like=True):
     ids: tuple[int, ...]
 
 
-Verb = Adapter | Named | Unload | GetStats | GetStory | ChatPrompt | Encode | Pieces
+Verb = Adapter | Named | Unload | Resize | GetStats | GetStory | ChatPrompt | Encode | Pieces
 
 
 class Call(_Message, tag=40, frozen=True):

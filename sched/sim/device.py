@@ -16,13 +16,14 @@ from typing import Any
 import anyio
 import msgspec
 
-from ...errors import DeviceError, RotaError, StagingError
+from ...errors import DeviceError, RejectError, RotaError, StagingError
 from ..staging import StageOutcome
 from ..worker import Done, RowLike
 from .kv import SimKV
 
 BASE = "base"
 VOCAB = 50_000
+RANK = 64
 
 
 @lru_cache(maxsize=4096)
@@ -36,10 +37,12 @@ def token_of(content: str, position: int) -> int:
 
 
 class SimImage(msgspec.Struct, frozen=True):
-    """A slot image is its content's name."""
+    """A slot image is its content's name. ``layout``: highest rank of the pool it was made for."""
 
     content: str
     nbytes: int
+    ranks: tuple[int, ...] = (8,)
+    layout: int = RANK
 
 
 class SimStaged(msgspec.Struct, frozen=True):
@@ -61,12 +64,13 @@ class SimSource(msgspec.Struct, frozen=True):
     nbytes: int = 1000
     path: str | None = None
     deaf: bool = False
+    rank: int = 8
 
 
 class SimFaults(msgspec.Struct):
     """What goes wrong: called before each job with its kind (``step``, ``row``, ``commit``,
-    ``retire``, ``spill``, ``restore``); an error returned is raised (``row``: the first row's own
-    error)."""
+    ``retire``, ``relayout``, ``spill``, ``restore``); an error returned is raised (``row``: the
+    first row's own error)."""
 
     before: Callable[[str], RotaError | None] = lambda kind: None
 
@@ -92,8 +96,10 @@ class SimExecutor:
         kv: SimKV | None = None,
         block_size: int = 16,
         places: int = 0,
+        max_rank: int = RANK,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
+        self.max_rank = max_rank
         self.open: set[int] = set()
         #: Per sequence, what each of its blocks in host memory holds.
         self.spilled: dict[int, list[Any]] = {}
@@ -176,9 +182,15 @@ class SimExecutor:
             self.kv.put({block: held[index] for index, block in places})
 
     def commit(self, slot: int, image: SimImage) -> None:
+        if image.layout != self.max_rank:
+            raise DeviceError("packed for another layout", code="sim-layout", subject=f"{slot}")
         self.contents[slot] = None
         self._maybe_fail("commit")
         self.contents[slot] = image.content
+
+    def relayout(self, max_loras: int, max_rank: int) -> None:
+        self._maybe_fail("relayout")
+        self.contents, self.max_rank = [None] * max_loras, max_rank
 
     def retire(self, slot: int) -> None:
         self._maybe_fail("retire")
@@ -251,9 +263,11 @@ class SimThread:
 
 class SimStager:
     """The stager's interface over :class:`SimSource`. A source staged before, whose image is still
-    held, is answered from that image, as an unchanged directory is."""
+    held, is answered from that image, as an unchanged directory is. ``layout``: highest rank of
+    the pool that images are made for."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Callable[[], int] = lambda: RANK) -> None:
+        self._layout = layout
         self.images: dict[int, SimStaged] = {}
         self._flags: dict[int, anyio.Event] = {}
         self._abandoned: dict[int, anyio.Event] = {}
@@ -275,7 +289,10 @@ class SimStager:
         cached = self._known.get(source, -1)
         if cached in self.images:
             return StageOutcome(self.images[cached], cached, signature)
-        image = SimImage(source.content, source.nbytes)
+        layout = self._layout()
+        if source.rank > layout:
+            raise RejectError("rank", code="rank-exceeds-pool", expected=layout, found=source.rank)
+        image = SimImage(source.content, source.nbytes, (source.rank,), layout)
         return StageOutcome(SimStaged(image, None, source.content), -1, signature)
 
     def cancel(self, stage: int) -> None:

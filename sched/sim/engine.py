@@ -187,7 +187,9 @@ class SimEngine:
         raw = source.read(FileLimits())
         if b"refuse" in raw.config:
             raise RejectError("refused on purpose", code="sim-refused", subject="config")
-        return SimStaged(SimImage(raw.digest(), 1000), None, raw.digest())
+        return SimStaged(
+            SimImage(raw.digest(), 1000, layout=self.executor.max_rank), None, raw.digest()
+        )
 
     def _live(self) -> Shell:
         if self._shell is None:
@@ -265,6 +267,24 @@ class SimEngine:
     ) -> AdapterReply:
         deadline = anyio.current_time() + deadline_s
         return await self._command(lambda _, i: ev.Unload(i, name, deadline, cancel_late))
+
+    async def resize(
+        self,
+        *,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> AdapterReply:
+        deadline = anyio.current_time() + deadline_s
+        slots, rank = self.core.pool_shape
+        return await self._command(
+            lambda _, i: ev.Resize(
+                i,
+                slots if max_loras is None else max_loras,
+                rank if max_lora_rank is None else max_lora_rank,
+                deadline,
+            )
+        )
 
     async def pin(self, name: str) -> AdapterReply:
         return await self._command(lambda _, i: ev.Pin(i, name, True))

@@ -81,6 +81,10 @@ class Ledger:
         self.dropped: set[int] = set()
         self.slots_given: list[tuple[float, int, str]] = []
         self.pin_times: list[float] = []
+        #: Resizes: from the command to its answer, and how many slots there ever were.
+        self.resizes: dict[int, list[float]] = {}
+        self.slot_counts = [self.config.max_loras]
+        self.rebuilding: fx.Relayout | None = None
         self.copies = Copies(self.config, self.need)
         self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
@@ -147,6 +151,17 @@ class Ledger:
             case ev.Unload(command, name):
                 self.commands[command] = f"unload {name}"
                 self.epoch[name] = self.epoch.get(name, 0) + 1
+            case ev.Resize(command):
+                self.commands[command] = "resize"
+                self.resizes[command] = [self.now, float("inf")]
+            case ev.RelayoutDone():
+                assert self.rebuilding is not None
+                self.slot_id.clear()
+                self.slot_counts.append(self.rebuilding.max_loras)
+                self.rebuilding = None
+            case ev.RelayoutFailed(failure):
+                self.need(not failure.code.startswith("sim-"), "device", failure.message)
+                self.rebuilding = None
             case ev.Pin(command):
                 self.pin_times.append(self.now)
                 self.commands[command] = "pin"
@@ -219,7 +234,10 @@ class Ledger:
                 users = self._users_of(slot)
                 self.need(not users, "busy slot", f"slot {slot} retired under {users}")
                 self.slot_id.pop(slot, None)
+            case fx.Relayout():
+                self._relayout(effect)
             case fx.StartStage(stage, name, source):
+                self.need(self.rebuilding is None, "global barrier", f"stage {stage}")
                 self.need(source not in self.dropped, "source", f"source {source} staged, dropped")
                 self.stages[stage] = (name, source)
             case fx.DropImage(image):
@@ -235,11 +253,20 @@ class Ledger:
                 self._reply(effect)
             case fx.Closed():
                 quiet = self.step is None and not self.commits and not self.stages
+                quiet = quiet and self.rebuilding is None
                 self.need(quiet, "close", "Closed with work in flight")
                 self.need(all(r.ended for r in self.reqs.values()), "close", "requests not ended")
                 self.closed = True
             case fx.CancelStage(stage):
                 self.need(stage in self.stages, "stage", f"stage {stage} cancelled, not running")
+
+    def _relayout(self, effect: fx.Relayout) -> None:
+        held = {s for users in self.users.values() for s in users if not self.reqs[s].closed}
+        quiet = self.step is None and not self.commits and not self.stages
+        self.need(quiet and not held, "global barrier", f"under {held}, or with work in flight")
+        open_now = [s for s, r in self.reqs.items() if r.opened and not r.closed]
+        self.need(not open_now, "global barrier", f"sequences {open_now} are open")
+        self.rebuilding = effect
 
     def _reply(self, effect: fx.Reply) -> None:
         command = effect.command
@@ -250,6 +277,8 @@ class Ledger:
         if what is None:
             return
         verb, _, name = what.partition(" ")
+        if verb == "resize":
+            self.resizes[command][1] = self.now
         if verb == "rotate" and effect.failure is None:
             self.default = name or None
         elif verb == "unload" and effect.failure is not None:
@@ -275,6 +304,7 @@ class Ledger:
 
     def _run_step(self, step: fx.RunStep) -> None:
         self.need(self.step is None, "one step", f"step {step.step} while one is in flight")
+        self.need(self.rebuilding is None, "global barrier", f"step {step.step} on a moving pool")
         self.step = step
         self.need(bool(step.rows), "step", "an empty step")
         total = sum(len(r.tokens) for r in step.rows)
@@ -373,12 +403,15 @@ class Ledger:
         self._no_longer_waits(seq, req)
         if req.adapter is None:
             self.base_passed[req.priority] = {}
-        elif self.waiting.get((req.priority, None)):
+        elif self.waiting.get((req.priority, None)) and not self._resizing():
             # Lanes of one priority take turns: while base waits, another passes it once at most.
             passed = self.base_passed[req.priority]
             passed[req.adapter] = passed.get(req.adapter, 0) + 1
             if passed[req.adapter] > 1:
                 self._passed_twice[req.priority] = req.adapter
+
+    def _resizing(self) -> bool:
+        return any(end == float("inf") for _, end in self.resizes.values())
 
     def _no_longer_waits(self, seq: int, req: _Req) -> None:
         lane = self.waiting.get((req.priority, req.adapter))

@@ -14,7 +14,7 @@ import msgspec
 from ..core import CoreConfig
 
 Leave = Literal["", "cancel", "scope", "drop", "stop"]
-FaultKind = Literal["step", "row", "commit", "retire", "spill", "restore"]
+FaultKind = Literal["step", "row", "commit", "retire", "relayout", "spill", "restore"]
 
 
 class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -26,6 +26,7 @@ class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     path: str | None = None
     nbytes: int = 1000
+    rank: int = 8
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
@@ -60,6 +61,7 @@ class Do(msgspec.Struct, frozen=True, tag="do", omit_defaults=True):
     deadline_s: float = 1.0
     cancel_late: bool = False
     cancel_after: float | None = None
+    rank: int = 64
 
 
 class Jump(msgspec.Struct, frozen=True, tag="jump"):
@@ -180,7 +182,8 @@ class _Maker:
         if rng.random() < 0.25:
             content = f"{name}#same"
         path = f"/sim/{name}" if rng.random() < 0.3 else None
-        return SourceSpec(content, seconds, error, path, rng.choice([100, 1000, 2000]))
+        nbytes = rng.choice([100, 1000, 2000])
+        return SourceSpec(content, seconds, error, path, nbytes, {100: 4, 1000: 8}.get(nbytes, 16))
 
     def ask(self, at: float | None = None, *, leave: float = 0.15) -> Ask:
         rng = self.rng
@@ -278,6 +281,7 @@ class _Maker:
                 self.actions.append(Jump(self.time(), jump))
         if profile == "close":
             self.actions.append(Shut(self.time()))
+        self._resizes(seed)
         order = sorted(range(len(self.actions)), key=lambda i: (self.actions[i].at, i))
         return Scenario(
             seed,
@@ -288,6 +292,24 @@ class _Maker:
             tuple(self.faults),
             step_s=rng.choice([0.005, 0.02]),
         )
+
+    def _resizes(self, seed: int) -> None:
+        """Every third seed changes the pool as well (with draws of its own, so that the rest of the
+        seed's scenario is the same with and without)."""
+        if seed % 3 != 1:
+            return
+        rng = random.Random(seed ^ 0x7E512E)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            slots, rank = rng.randrange(0, 7), rng.choice([4, 8, 16, 64, 64])
+            patience = rng.choice([0.0, 0.1, 0.5, 3.0, 3.0])
+            at = round(rng.random() * self.horizon, 4)
+            leave = round(rng.random() * 0.3, 4) if rng.random() < 0.15 else None
+            self.actions.append(
+                Do(at, "resize", None, None, slots, False, patience, False, leave, rank)
+            )
+        if rng.random() < 0.3:
+            code = "device-dead" if self.profile == "fatal" else "injected"
+            self.faults.append(Fault("relayout", rng.randrange(2), code))
 
     def _hot(self) -> None:
         """A steady stream for the busy adapters, so that a cold one must drain one."""

@@ -53,7 +53,7 @@ def _error_of(code: str) -> RotaError | None:
 
 def source_of(spec: SourceSpec) -> SimSource:
     error = _error_of(spec.error)
-    return SimSource(spec.content, spec.seconds, error, spec.nbytes, spec.path)
+    return SimSource(spec.content, spec.seconds, error, spec.nbytes, spec.path, rank=spec.rank)
 
 
 class _Faults:
@@ -115,10 +115,10 @@ class SimWorld:
         places = config.max_running if config.recurrent else 0
         self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size, places)
         self.thread = SimThread(self._cost)
-        self.stager = SimStager()
+        self.stager = SimStager(lambda: self.executor.max_rank)
         self.ledger = Ledger(
             config,
-            lambda slot: self.executor.contents[slot],
+            self._content,
             clock_may_jump=any(isinstance(a, Jump) for a in scenario.actions),
             retires_work=not any(f.kind == "retire" or "dead" in f.code for f in scenario.faults),
         )
@@ -132,6 +132,10 @@ class SimWorld:
             if isinstance(a, Do) and a.source is not None and a.source.seconds > 1e6
         }
         self._shut = False
+
+    def _content(self, slot: int) -> str | None:
+        contents = self.executor.contents
+        return contents[slot] if slot < len(contents) else None
 
     # the device's cost model --------------------------------------------------------------------
     def _cost(self, job: Any) -> float:
@@ -241,7 +245,8 @@ class SimWorld:
             step = widest + s.token_s * s.config.max_step_tokens
             names = {a.name for a in s.actions if isinstance(a, Do) and a.name is not None}
             stories = {name: self.core.story(f"adapter {name}") for name in sorted(names)}
-            slots = [self.core.story(f"slot {i}") for i in range(s.config.max_loras)]
+            most = max(s.config.max_loras, *ledger.slot_counts)
+            slots = [self.core.story(f"slot {i}") for i in range(most)]
             slack = 2 * step + s.commit_s * (s.config.max_loras + 1) + 0.01
             waits.check(ledger, stories, slots, slack)
 
@@ -338,6 +343,9 @@ class SimWorld:
             case "unload":
                 deadline = anyio.current_time() + do.deadline_s
                 return ev.Unload(ident, name, deadline, do.cancel_late)
+            case "resize":
+                deadline = anyio.current_time() + do.deadline_s
+                return ev.Resize(ident, do.slot, do.rank, deadline)
             case "pin" | "unpin":
                 return ev.Pin(ident, name, do.verb == "pin")
             case _:

@@ -28,6 +28,7 @@ from .schemas import (
     LoadBody,
     LoadLoraAdapter,
     NameBody,
+    ResizeBody,
     SwapBody,
     UnloadBody,
     UnloadLoraAdapter,
@@ -78,6 +79,7 @@ class Admin:
             "/v1/lora/pin": self.pin,
             "/v1/lora/unpin": self.unpin,
             "/v1/lora/unload": self.unload,
+            "/v1/lora/resize": self.resize,
             "/v1/lora/active": self.set_active,
         }
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
@@ -203,6 +205,18 @@ class Admin:
             ),
         )
         return json_response(reply_object("unloaded", reply))
+
+    async def resize(self, request: Request) -> Response:
+        body = await read(request, self._settings, ResizeBody)
+        reply = await self._run(
+            request,
+            lambda: self._engine.resize(
+                max_loras=body.max_loras,
+                max_lora_rank=body.max_lora_rank,
+                deadline_s=body.deadline_s,
+            ),
+        )
+        return json_response(reply_object("resized", reply))
 
     async def set_active(self, request: Request) -> Response:
         body = await read(request, self._settings, ActiveBody)

@@ -266,6 +266,14 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cancel_late: bool = False
 
 
+class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``/v1/lora/resize``: the pool; ``null`` leaves a number as it is."""
+
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    deadline_s: float = 30.0
+
+
 class ActiveBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``/v1/lora/active``: the default adapter, ``null`` for base."""
 

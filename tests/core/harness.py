@@ -55,6 +55,7 @@ class World:
         match effect:
             case (
                 fx.RunStep()
+                | fx.Relayout()
                 | fx.Spill()
                 | fx.Restore()
                 | fx.Commit()
@@ -153,6 +154,13 @@ class World:
                     return True
                 assert [i for i, _ in places] == list(range(count - len(places), count))
                 self.send(ev.RestoreDone(seq))
+            case fx.Relayout(max_loras):
+                assert not self.staging and not self.open, "no global barrier"
+                if fail:
+                    self.send(ev.RelayoutFailed(failure, fatal))
+                    return True
+                self.slot_id = [0] * max_loras
+                self.send(ev.RelayoutDone())
             case fx.Retire(slot):
                 self.slot_id[slot] = 0
             case fx.CloseSequence(seq):
@@ -176,7 +184,7 @@ class World:
             return True
         digest = self.content.get(job.source, f"digest-{job.source}")
         self.images[ident] = digest
-        self.send(ev.StageDone(ident, ident, digest, 100))
+        self.send(ev.StageDone(ident, ident, digest, 100, rank=8))
         return True
 
     def settle(self, limit: int = 20_000) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rota.sched.core import adapters, commands, placement, planning, registry, spill, tables
+from rota.sched.core import adapters, commands, placement, planning, registry, resize, spill, tables
 from rota.sched.core import events as ev
 from rota.sched.core.core import Core
-from rota.sched.core.effects import Ended, Restore, Retire, Spill
+from rota.sched.core.effects import Ended, Relayout, Restore, Retire, Spill
 from rota.sched.core.identity import adapter_id
 from rota.sched.core.lanes import Lanes
 from rota.sched.core.memory import KvMemory
@@ -180,6 +180,26 @@ def draining_slots_are_leased(patch: Patch) -> None:
 
 def hints_forgotten(patch: Patch) -> None:
     patch.setattr("rota.sched.core.retry._hint", lambda seconds: None)
+
+
+def resizes_under_leases(patch: Patch) -> None:
+    real = resize.settle
+
+    def settle(state: State) -> None:
+        resizing = state.resize
+        ready = resizing is not None and resizing.state is resize.ResizeState.DRAINING
+        if ready and state.seqs and not (state.step or state.stages or state.commits):
+            assert resizing is not None
+            resize._move(state, resizing, resize.ResizeEvent.QUIET)
+            state.out.append(Relayout(resizing.max_loras, resizing.max_rank))
+            return
+        real(state)
+
+    patch.setattr("rota.sched.core.core.resize.settle", settle)
+
+
+def resize_keeps_old_images(patch: Patch) -> None:
+    patch.setattr(resize, "_forget_images", lambda state: None)
 
 
 def commits_what_failed_to_stage(patch: Patch) -> None:
@@ -415,6 +435,8 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     drains_late,
     draining_slots_are_leased,
     hints_forgotten,
+    resizes_under_leases,
+    resize_keeps_old_images,
     commits_what_failed_to_stage,
     old_version_stays_open,
     blocks_lost_on_preemption,

@@ -183,6 +183,21 @@ async def test_a_failed_adapter_says_when_it_is_tried_again(serving: Any, ipc: b
         assert 0 < hint <= 50 and int(again.headers["retry-after"]) == math.ceil(hint)
 
 
+@pytest.mark.parametrize("ipc", [False, True])
+async def test_the_pool_is_resized(serving: Any, adapter: Any, ipc: bool) -> None:
+    async with serving(ipc=ipc, engine={"max_loras": 1}) as face:
+        await face.engine.load("a", (A, b"{}"), pin=True)
+        got = await face.post("/v1/lora/resize", {"max_loras": 2}, ADMIN)
+        assert (got.status_code, got.json()["outcome"]) == (200, "resized")
+        path = {"name": "b", "path": adapter("b", B)}
+        assert (await face.post("/v1/lora/load", path, ADMIN)).status_code == 200
+        assert await said(face, "a") == text(A) and await said(face, "b") == text(B)
+        got = await face.post("/v1/lora/resize", {"max_lora_rank": 0}, ADMIN)
+        assert (got.status_code, got.json()["error"]["code"]) == (400, "bad-resize")
+        got = await face.post("/v1/lora/resize", {"max_loras": 3})
+        assert got.status_code in (401, 403)
+
+
 async def test_bodies_have_limits(serving: Any) -> None:
     async with serving(max_body_bytes=1000, body_timeout_s=0.05) as face:
         json_type = {"content-type": "application/json"}
