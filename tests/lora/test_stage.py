@@ -337,5 +337,5 @@ def test_a_source_that_stages_itself_is_asked_for_the_image(kit: Any) -> None:
             return ready
 
     assert stage(Ahead(), layout, limits, "rows", clock=int, cancelled=flag) is ready
-    expected = {"clock": int, "cancelled": flag, "buffer": None}
+    expected = {"clock": int, "cancelled": flag, "buffer": None, "held": None}
     assert asked == [((layout, limits, "rows"), expected)]
