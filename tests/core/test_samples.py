@@ -134,3 +134,23 @@ def test_without_a_prefix_cache_each_computes_the_prompt(world: World) -> None:
     assert [(r.seq, r.start) for r in step(w)] == [(1, 40), (2, 0), (3, 0)]
     w.settle()
     assert w.output(1) == w.output(2) == w.output(3)
+
+
+def test_an_unload_after_many_samples_ends_by_its_deadline(world: World) -> None:
+    """Three requests of sixteen samples, some cancelled on the way: uses are sets of sequences, so
+    the unload is answered as soon as the last has ended, and not later."""
+    w = world(max_running=64, num_blocks=256)
+    w.load("a", 1)
+    for first in (100, 200, 300):
+        siblings = tuple(range(first + 1, first + 16))
+        w.send(ev.Submit(first, tuple(range(40)), "a", False, 6, siblings=siblings))
+    step(w)
+    step(w)
+    for seq in (100, 105, 210, 315):
+        w.send(ev.Cancel(seq))
+    command = w.command(ev.Unload, "a", w.now + 5.0)
+    while command not in w.replies:
+        assert w.core.stats().slots[0].leases > 0
+        step(w)
+    assert w.replies[command].outcome == "unloaded"
+    assert len(w.ended) == 48 and w.core.stats().slots[0].state == "EMPTY"

@@ -61,6 +61,23 @@ async def test_equal_prompts_of_two_adapters_share_nothing() -> None:
         assert await s.collect(None, n=4, prompt=48) == expected("base", 4, 48)
 
 
+async def test_blocks_that_leave_the_device_come_back_to_their_own_adapter() -> None:
+    """Equal tokens of two adapters, both spilled to host memory and back under pressure (the
+    simulated KV refuses a block computed under another version)."""
+    tight = {"num_blocks": 9, "watermark_blocks": 0, "spill_blocks": 16, "spill_fixed_cost": 0.0}
+    async with serving(**tight) as s:
+        for name in "ab":
+            await s.load(name, name.upper())
+        got: dict[str, list[int]] = {}
+
+        async def one(name: str) -> None:
+            got[name] = await s.collect(name, n=60, prompt=40)
+
+        await _gather(*(partial(one, n) for n in "ab"))
+        assert got == {n: expected(n.upper(), 60, 40) for n in "ab"}
+        assert s.core.stats().spilled >= 1
+
+
 async def test_a_name_reused_without_eviction_is_another_adapter() -> None:
     async with serving() as s:
         first = await s.load("x", "A")
