@@ -249,14 +249,19 @@ def lease_freed_under_the_step(patch: Patch) -> None:
 
 
 def resumes_in_the_middle(patch: Patch) -> None:
-    real = planning._preempt
+    give_back, admit = KvMemory.give_back, KvMemory.admit
+    left: dict[int, int] = {}
 
-    def preempt(state: State, seq: Any) -> None:
-        computed = seq.computed
-        real(state, seq)
-        seq.computed = computed
+    def remember(self: KvMemory, seq: Any) -> None:
+        left[seq.id] = seq.computed
+        give_back(self, seq)
 
-    patch.setattr(planning, "_preempt", preempt)
+    def go_on(self: KvMemory, seq: Any, found: Any) -> None:
+        admit(self, seq, found)
+        seq.computed = max(seq.computed, left.get(seq.id, 0))
+
+    patch.setattr(KvMemory, "give_back", remember)
+    patch.setattr(KvMemory, "admit", go_on)
 
 
 def lanes_take_no_turns(patch: Patch) -> None:
