@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,133 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rota.errors import DeviceError, InternalError, RotaError, StagingError
+from rota.errors import InternalError, RotaError, StagingError
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
-from rota.rdma import messages as m
 from rota.rdma.client import Peer
 from rota.rdma.rails import VerbsClient, VerbsPeer
 from rota.rdma.region import Region
 
+from .fabric import Fabric, FakeDevice
+
 MIB = 1 << 20
-
-
-class Fabric:
-    """Memory that can be read, by key; how its queue pairs behave; what they did."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
-        self.keys: dict[int, Region] = {}
-        self.status: dict[int, int] = {}  # how the n-th read of all ends
-        self.stuck = False  # nothing completes but by fail()
-        self.posted = self.most = self.open = self.registrations = 0
-        self.refuse_local = self.refuse_remote = self.refuse_pair = False
-        self.writes: list[int] = []
-
-
-class FakePair:
-    """A queue pair that copies memory at a later `poll`, in order, some at a time."""
-
-    def __init__(self, fabric: Fabric, channel: bool) -> None:
-        if fabric.refuse_pair:
-            raise DeviceError("no queue pair", code="verbs-failed")
-        self.fabric, self.depth = fabric, 4
-        self.ready, self.signal = os.pipe() if channel else (-1, -1)
-        self.descriptor = self.ready
-        self.queue: list[tuple[int, int, int, int, int]] = []
-        self.failed = self.closed = self.connected = False
-        fabric.open += 1
-
-    @property
-    def rail(self) -> m.Rail:
-        return m.Rail(7, 9, bytes(16), 3, self.depth)
-
-    def connect(self, other: m.Rail) -> None:
-        self.connected = True
-
-    def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
-        assert self.connected and not self.failed and not self.closed
-        assert 0 < n <= MIB
-        self.queue.append((number, local, remote, rkey, n))
-        assert len(self.queue) <= self.depth
-        self.fabric.posted += 1
-        self.fabric.most = max(self.fabric.most, len(self.queue))
-        os.write(self.signal, b"x")
-
-    def poll(self) -> list[tuple[int, int]]:
-        if self.failed:
-            done = [(number, 5) for number, *_ in self.queue]
-            self.queue.clear()
-            return done
-        if self.fabric.stuck or not self.queue:
-            return []
-        done = []
-        for _ in range(self.fabric.rng.randint(0, len(self.queue))):
-            number, local, remote, rkey, n = self.queue.pop(0)
-            status = self.fabric.status.get(number, 0)
-            region = self.fabric.keys.get(rkey)
-            if region is None or not (
-                region.address <= remote and remote + n <= region.address + region.nbytes
-            ):
-                status = 10
-            if not status:
-                ctypes.memmove(local, remote, n)
-                self.fabric.writes.append(local)
-            done.append((number, status))
-            if status:
-                self.failed = True
-                break
-        return done
-
-    def arm(self) -> None:
-        assert not self.closed
-
-    def take_event(self) -> None:
-        os.read(self.ready, 1)
-
-    def fail(self) -> None:
-        self.failed = True
-
-    def close(self) -> None:
-        assert not self.closed
-        self.closed = True
-        self.fabric.open -= 1
-        if self.ready >= 0:
-            os.close(self.ready)
-            os.close(self.signal)
-
-
-class FakeDevice:
-    name = "fake0"
-
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric = fabric
-        self.closed = False
-
-    def register(self, region: Region) -> None:
-        if self.fabric.refuse_remote:
-            raise DeviceError("no memory", code="verbs-failed")
-        self.fabric.registrations += 1
-        region.rkey = 100 + self.fabric.registrations
-        self.fabric.keys[region.rkey] = region
-
-    def register_local(self, region: Region) -> int:
-        if self.fabric.refuse_local:
-            raise DeviceError("no memory", code="verbs-failed")
-        self.fabric.registrations += 1
-        return 1
-
-    def unregister(self, region: Region) -> None:
-        if region.rkey is not None:
-            del self.fabric.keys[region.rkey]
-            region.rkey = None
-
-    def pair(self, *, channel: bool) -> FakePair:
-        return FakePair(self.fabric, channel)
-
-    def close(self) -> None:
-        assert not self.closed
-        self.closed = True
 
 
 class Bench:
