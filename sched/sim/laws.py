@@ -9,47 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
-from ..core.snapshot import Stats
 from .copies import Copies
-
-
-class Violation(msgspec.Struct, frozen=True):
-    """``law``: which promise; ``what``: how it broke; ``at``: virtual seconds."""
-
-    law: str
-    what: str
-    at: float
-
-
-@dataclass(slots=True)
-class _Req:
-    adapter: str | None
-    prompt: int
-    priority: int
-    since: float
-    tokens: int = 0
-    slot: int | None = None
-    ident: int | None = None
-    computed: int = 0
-    decoding: bool = False
-    opened: bool = False
-    closed: bool = False
-    ended: bool = False
-    absent: bool = False
-    held: float | None = None
-    first: float | None = None
-    hit: int = 0
-    family: int = -1
-    left: float | None = None
-
-    def left_by(self, now: float) -> float:
-        """When it gave everything back; ``now`` if it has not."""
-        return now if self.left is None else self.left
+from .records import Req, Violation
 
 
 @dataclass
@@ -64,7 +28,7 @@ class Ledger:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.reqs: dict[int, _Req] = {}
+        self.reqs: dict[int, Req] = {}
         self.commands: dict[int, str] = {}
         self.answered: set[int] = set()
         self.default: str | None = None
@@ -121,7 +85,7 @@ class Ledger:
             case ev.Submit():
                 adapter = self.default if event.use_default else event.adapter
                 for seq in (event.seq, *event.siblings):
-                    req = _Req(adapter, len(event.prompt), event.priority, self.now)
+                    req = Req(adapter, len(event.prompt), event.priority, self.now)
                     self.reqs[seq] = req
                     req.family = event.seq
             case ev.StepDone(step, _):
@@ -377,7 +341,7 @@ class Ledger:
         req.decoding = row.sample
         req.computed = row.start + len(row.tokens)
 
-    def _base_had_turn(self, req: _Req) -> None:
+    def _base_had_turn(self, req: Req) -> None:
         self.base_passed[req.priority] = {}
         self._passed_twice.pop(req.priority, None)
 
@@ -413,38 +377,7 @@ class Ledger:
     def _resizing(self) -> bool:
         return any(end == float("inf") for _, end in self.resizes.values())
 
-    def _no_longer_waits(self, seq: int, req: _Req) -> None:
+    def _no_longer_waits(self, seq: int, req: Req) -> None:
         lane = self.waiting.get((req.priority, req.adapter))
         if lane is not None:
             lane.discard(seq)
-
-    # at the end ---------------------------------------------------------------------------------
-    def at_rest(self, stats: Stats, held_images: set[int], held_sources: set[int]) -> None:
-        """Nothing runs: nothing may be held."""
-        self.need(not self.copies.held and not stats.spill_blocks_used, "leak", "host memory")
-        kept = stats.blocks_free + stats.blocks_cached
-        self.need(kept == stats.blocks_total, "leak", "blocks")
-        self.need(self.config.shares_prefixes or not stats.blocks_cached, "leak", "cached blocks")
-        asked = [r for r in self.reqs.values() if r.first is not None]
-        self.need(stats.prefix.hit == sum(r.hit for r in asked), "hits", f"{stats.prefix}")
-        self.need(not any(s.leases for s in stats.slots), "leak", "leases")
-        self.need(stats.waiting == stats.jobs == 0, "leak", "waiting requests or jobs")
-        self.need(not any(self.users.values()), "leak", "slots with users")
-        self.need(held_images == self.images, "leak", f"images {held_images} != {self.images}")
-        self.need(held_sources == self.sources, "leak", f"sources {held_sources}")
-        names = {a.name for a in stats.adapters}
-        self.need(len(self.sources) <= len(names), "leak", "sources without a name")
-        over = stats.image_bytes > self.config.image_cache_bytes
-        self.need(not over, "limit", f"{stats.image_bytes} image bytes are kept")
-        self.need(not self.commands, "answered once", f"unanswered: {self.commands}")
-        self.need(all(r.ended for r in self.reqs.values()), "ends once", "requests without an end")
-        self.need(all(r.closed for r in self.reqs.values() if r.opened), "leak", "open sequences")
-        for slot in stats.slots:
-            content = self.slot_content(slot.index)
-            if slot.state == "EMPTY" and self.retires_work:
-                self.need(content is None, "retire", f"slot {slot.index} still holds {content}")
-            elif slot.state in ("EMPTY", "READY"):
-                known = self.content.get(slot.adapter_id, content)
-                self.need(content == known, "identity", f"slot {slot.index} holds {content}")
-            else:
-                self.broken("leak", f"slot {slot.index} is {slot.state} at rest")

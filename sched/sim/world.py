@@ -22,11 +22,12 @@ from ..core import events as ev
 from ..generation import Generation
 from ..shell import Shell
 from ..streams import Outlet, Stream
-from . import waits
+from . import rest, waits
 from .clock import run_virtual
 from .device import BASE, SimExecutor, SimFaults, SimSource, SimStager, SimThread, token_of
 from .kv import SimKV
-from .laws import Ledger, Violation
+from .laws import Ledger
+from .records import Violation
 from .scenario import Ask, Do, Fault, Jump, Scenario, Shut, SourceSpec
 
 Observer = Callable[[ev.Event, list[fx.Effect], float], None]
@@ -204,7 +205,7 @@ class SimWorld:
             self.ledger.broken("stuck", "; ".join(self._waiting.values()))
         if not self._waiting and self._quiet() and not self.shell.closed.is_set():
             sources = set(self.shell._sources)
-            self.ledger.at_rest(self.core.stats(), set(self.stager.images), sources)
+            rest.at_rest(self.ledger, self.core.stats(), set(self.stager.images), sources)
         self.shell.close()
 
     def _only_dead(self) -> bool:

@@ -17,6 +17,7 @@ from rota.sched.shell import Shell
 from rota.sched.sim.device import SimExecutor, SimFaults, SimSource, SimStager, SimThread, token_of
 from rota.sched.sim.kv import SimKV
 from rota.sched.sim.laws import Ledger
+from rota.sched.sim.rest import at_rest
 from rota.sched.streams import Stream
 
 STEP_S = 0.02
@@ -110,7 +111,7 @@ async def serving(faults: SimFaults | None = None, **config: Any) -> AsyncIterat
             yield s
             await s.rest()
             held, sources = set(s.stager.images), set(s.shell._sources)
-            s.ledger.at_rest(s.core.stats(), held, sources)
+            at_rest(s.ledger, s.core.stats(), held, sources)
         finally:
             with anyio.CancelScope(shield=True):
                 s.shell.close()
