@@ -14,7 +14,8 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
     ``overlay_rows``: embedding and head rows a slot may override. ``affine``: room in each slot for
-    DoRA's factors and for biases (eight bytes per output). ``kv_bytes``: KV memory, or
+    DoRA's factors and for biases (eight bytes per output). ``expert_adapters``: room in each slot
+    for pairs of every routed expert, at ``max_lora_rank``. ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
     ``spill_bytes``: host memory for KV blocks of preempted sequences; what finds no room is
@@ -27,6 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     overlay_rows: _Count = 0
     affine: bool = True
+    expert_adapters: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_bytes: _Positive | None = None

@@ -158,7 +158,7 @@ def _layout(args: argparse.Namespace, config: PeftConfig, tensors: list[Tensor])
         guess = guess_layout(config, tensors)
         dims, rank, rows = guess.dims, guess.max_rank, guess.overlay_rows
     else:
-        dims, rank, rows = load_config(model).to_lora_dims(), 64, 0
+        dims, rank, rows = load_config(model).to_lora_dims(expert_adapters=True), 64, 0
     if args.max_lora_rank is not None:
         rank = args.max_lora_rank
     if args.overlay_rows is not None:

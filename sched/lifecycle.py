@@ -182,6 +182,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
             max_lora_rank=config.max_lora_rank,
             overlay_rows=config.overlay_rows,
             affine=config.affine,
+            expert_adapters=config.expert_adapters,
             kv_bytes=config.kv_bytes,
             max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
             max_sequences=config.max_running,

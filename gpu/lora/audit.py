@@ -17,7 +17,8 @@ from ...errors import RejectError
 from .affine import Vectors, plan_affine
 from .config import PeftConfig, match_name
 from .dims import LoraModule
-from .keys import FUSED, FusedKey, Half, OverlayKey, PairKey, classify
+from .experts import no_room, parameter_name, take_apart
+from .keys import FUSED, ExpertsKey, FusedKey, Half, OverlayKey, PairKey, classify
 from .layout import SlotLayout
 from .overlay import BaseRows, OverlayPlan, plan_overlay
 from .pack import PairTensors
@@ -68,6 +69,7 @@ def audit(
     keys = _classify_all(tensors, layout)
     parts: dict[int, dict[Half, tuple[PairKey, Tensor]]] = {}
     overlays: dict[OverlayKey, Tensor] = {}
+    wrapped: dict[ExpertsKey, Tensor] = {}
     names: set[str | None] = set()
     for key, tensor in zip(keys, tensors, strict=True):
         names.add(key.adapter_name)
@@ -76,12 +78,14 @@ def audit(
                 raise _duplicate(tensor)
             overlays[key] = tensor
             continue
-        places = [(key, tensor)] if isinstance(key, PairKey) else _split(key, tensor, layout)
-        for place, part in places:
-            found = parts.setdefault(layout.pair_index[place.layer, place.module], {})
-            if place.half in found:
+        if isinstance(key, ExpertsKey):
+            if key in wrapped:
                 raise _duplicate(tensor)
-            found[place.half] = (place, part)
+            wrapped[key] = tensor
+            continue
+        places = [(key, tensor)] if isinstance(key, PairKey) else _split(key, tensor, layout)
+        _put(places, parts, layout)
+    _put(take_apart(wrapped, config, layout), parts, layout)
     if len(names) > 1 and len(names - {None}) > 1:
         raise RejectError(
             "the keys name more than one adapter",
@@ -108,6 +112,19 @@ def audit(
     )
     _check_effect(pairs, overlay, vectors, peaks)
     return Audited(tuple(pairs), overlay, vectors, notes)
+
+
+def _put(
+    places: Sequence[tuple[PairKey, Tensor]],
+    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]],
+    layout: SlotLayout,
+) -> None:
+    for place, tensor in places:
+        first = layout.pair_index[place.layer, place.module]
+        found = parts.setdefault(first + place.expert, {})
+        if place.half in found:
+            raise _duplicate(tensor)
+        found[place.half] = (place, tensor)
 
 
 def _split(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple[PairKey, Tensor]]:
@@ -187,16 +204,16 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
 
 def _classify_all(
     tensors: Sequence[Tensor], layout: SlotLayout
-) -> list[PairKey | FusedKey | OverlayKey]:
-    known, keys = layout.known_keys, list[PairKey | FusedKey | OverlayKey]()
+) -> list[PairKey | FusedKey | ExpertsKey | OverlayKey]:
+    known, keys = layout.known_keys, list[PairKey | FusedKey | ExpertsKey | OverlayKey]()
     refusals: list[RejectError] = []
     for tensor in tensors:
-        key: PairKey | FusedKey | OverlayKey | None = known.get(tensor.key)
+        key: PairKey | FusedKey | ExpertsKey | OverlayKey | None = known.get(tensor.key)
         if key is None:
             try:
                 key = classify(tensor.key, layout.dims)
             except RejectError as refusal:
-                refusals.append(refusal)
+                refusals.append(no_room(refusal, layout))
                 continue
         keys.append(key)
     if refusals:
@@ -290,6 +307,7 @@ def _check_matched(
 ) -> tuple[str, ...]:
     """Targets, excludes and layers of the config against the pairs that are there."""
     targets, excludes = config.target_modules, config.exclude_modules or ()
+    parameters = config.target_parameters
     layers, matched, notes = config.layers_to_transform, set[str](), list[str]()
     leaf_only = targets is not None and all("." not in t for t in targets)
     for pair in factors.values():
@@ -320,6 +338,10 @@ def _check_matched(
                 subject=tensor.key,
                 found=match,
             )
+        named = parameters and match_name(parameter_name(key), parameters)
+        if named:
+            matched.add(named)
+            continue
         if targets is None:
             continue
         leaf = key.module_name.rpartition(".")[2]
@@ -340,7 +362,7 @@ def _check_matched(
         notes.append("target_modules is a pattern: the tensors alone say what is adapted")
         if not factors:
             raise _unmatched(config.target_regex, layout)
-    for target in targets or ():
+    for target in (*(targets or ()), *parameters):
         if target in matched:
             continue
         leaf = target.rpartition(".")[2]

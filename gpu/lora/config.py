@@ -45,7 +45,6 @@ _UNSERVED_OBJECTS: Final = (
     "monteclora_config",
     "arrow_config",
     "alora_invocation_tokens",
-    "target_parameters",
 )
 # Plain LoRA once trained: only the starting point differed.
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica")
@@ -91,6 +90,7 @@ class PeftConfig:
         lora_bias: the B factors have biases.
         bias: which of the base's biases were trained: "none", "all" or "lora_only".
         modules_to_save: leaves out of `OVERLAY_LEAVES`, sorted.
+        target_parameters: parameters of the base that are adapted by name (experts, router).
         token_indices: leaf -> token ids, in the order of the delta's rows.
         ensure_weight_tying: as in the file.
         mlx: written by mlx-lm; tensors need `mlx.to_peft_tensors`.
@@ -112,6 +112,7 @@ class PeftConfig:
     lora_bias: bool
     bias: str
     modules_to_save: tuple[str, ...]
+    target_parameters: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     ensure_weight_tying: bool
     mlx: bool
@@ -191,7 +192,8 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
     tokens = _tokens(config.get("trainable_token_indices"))
     targets, regex = _names(config.get("target_modules"), "target_modules")
     excludes, exclude_regex = _names(config.get("exclude_modules"), "exclude_modules")
-    if targets == () and not tokens and not modules_to_save:
+    parameters, _ = _names(config.get("target_parameters"), "target_parameters")
+    if targets == () and not tokens and not modules_to_save and not parameters:
         raise _bad("target_modules", "at least one module", "[]")
     ignored = tuple(
         (name[:80], "config field not known to this version")
@@ -214,6 +216,7 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
         lora_bias=lora_bias,
         bias=bias,
         modules_to_save=modules_to_save,
+        target_parameters=parameters or (),
         token_indices=MappingProxyType(tokens),
         ensure_weight_tying=_flag(config, "ensure_weight_tying"),
         mlx=mlx,
@@ -241,6 +244,7 @@ _KNOWN: Final = _NEUTRAL | {
     "exclude_modules",
     "ensure_weight_tying",
     *_UNSERVED_FLAGS,
+    "target_parameters",
     *_UNSERVED_OBJECTS,
 }
 

@@ -34,6 +34,9 @@ class LoraModule(IntEnum):
     SHARED_UP_PROJ = 14
     SHARED_DOWN_PROJ = 15
     SHARED_EXPERT_GATE = 16
+    EXPERT_GATE_PROJ = 17
+    EXPERT_UP_PROJ = 18
+    EXPERT_DOWN_PROJ = 19
 
     @property
     def label(self) -> str:
@@ -47,6 +50,8 @@ class LoraModule(IntEnum):
             return "self_attn"
         if self in _DELTA_NET:
             return "linear_attn"
+        if self in _EXPERTS:
+            return "mlp.experts"
         return "mlp.shared_expert" if self in _SHARED else "mlp"
 
     @property
@@ -54,11 +59,16 @@ class LoraModule(IntEnum):
         """Name of the module in a checkpoint, e.g. ``"q_proj"``; shared by some modules."""
         if self is LoraModule.ROUTER:
             return "gate"
+        if self in _EXPERTS:
+            return self.label.removeprefix("expert_")
         return self.label.removeprefix("shared_") if self in _SHARED else self.label
 
     @property
     def path(self) -> str:
-        """Dotted path inside a layer, e.g. ``"mlp.shared_expert.up_proj"``."""
+        """Dotted path inside a layer, e.g. ``"mlp.shared_expert.up_proj"``.
+
+        Of an expert's module without the expert's number.
+        """
         return f"{self.parent}.{self.leaf}"
 
 
@@ -68,6 +78,7 @@ _DENSE = frozenset((_M.GATE_PROJ, _M.UP_PROJ, _M.DOWN_PROJ))
 _DELTA_NET = frozenset(
     (_M.OUT_PROJ, _M.IN_PROJ_QKV, _M.IN_PROJ_Z, _M.IN_PROJ_B, _M.IN_PROJ_A),
 )
+_EXPERTS = frozenset((_M.EXPERT_GATE_PROJ, _M.EXPERT_UP_PROJ, _M.EXPERT_DOWN_PROJ))
 _SHARED = frozenset((_M.SHARED_GATE_PROJ, _M.SHARED_UP_PROJ, _M.SHARED_DOWN_PROJ))
 
 
@@ -90,6 +101,7 @@ class ModelDims:
         gdn_heads: output width of in_proj_b and in_proj_a.
         experts: routed experts of every layer; 0 in dense models.
         expert_inner, shared_inner: feed-forward width of a routed and of the shared expert.
+        expert_adapters: slots have room for pairs of every routed expert.
 
     Raises:
         ModelError: bad-dims, when a width or count is not an integer in its range.
@@ -110,6 +122,7 @@ class ModelDims:
     experts: int = 0
     expert_inner: int = 0
     shared_inner: int = 0
+    expert_adapters: bool = False
 
     def __post_init__(self) -> None:
         always = ("num_layers", "hidden", "q_out", "kv_out", "attn_in", "vocab")
@@ -123,6 +136,10 @@ class ModelDims:
             value, least = getattr(self, name), int(name in needed)
             if type(value) is not int or value < least or (value and name not in needed):
                 raise self._bad(name, f"an integer >= {least}" if least else "0", value)
+        if type(self.expert_adapters) is not bool or (self.expert_adapters and not self.experts):
+            raise self._bad(
+                "expert_adapters", "a flag of models with experts", self.expert_adapters
+            )
         layers = self.linear_layers
         plain = type(layers) is tuple and all(type(layer) is int for layer in layers)
         if not plain or any(
@@ -156,7 +173,19 @@ class ModelDims:
             return False
         if module in _ATTENTION or module in _DELTA_NET:
             return (layer in self._linear) == (module in _DELTA_NET)
+        if module in _EXPERTS:
+            return self.expert_adapters
         return (self.experts == 0) == (module in _DENSE)
+
+    def places(self, module: LoraModule) -> int:
+        """How many pairs one layer has of ``module``: one, or one an expert."""
+        return self.experts if module in _EXPERTS else 1
+
+    @property
+    def expert_elements(self) -> int:
+        """Elements that pairs of rank 1 of all routed experts would take."""
+        each = 3 * (self.hidden + self.expert_inner)
+        return self.num_layers * self.experts * each
 
     @cached_property
     def modules(self) -> tuple[LoraModule, ...]:
@@ -184,4 +213,7 @@ class ModelDims:
             _M.SHARED_UP_PROJ: (self.shared_inner, self.hidden),
             _M.SHARED_DOWN_PROJ: (self.hidden, self.shared_inner),
             _M.SHARED_EXPERT_GATE: (1, self.hidden),
+            _M.EXPERT_GATE_PROJ: (self.expert_inner, self.hidden),
+            _M.EXPERT_UP_PROJ: (self.expert_inner, self.hidden),
+            _M.EXPERT_DOWN_PROJ: (self.hidden, self.expert_inner),
         }[module]

@@ -19,7 +19,7 @@ from ...errors import RejectError
 from .config import PeftConfig
 from .dims import LoraModule, ModelDims
 from .image import SlotImage
-from .keys import FusedKey, OverlayKey, PairKey, classify
+from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey, classify
 from .layout import MAX_RANK_LIMIT, SlotLayout
 from .report import delta_norms
 from .safefile import Tensor
@@ -99,6 +99,8 @@ def guess_layout(config: PeftConfig, tensors: Sequence[Tensor]) -> SlotLayout:
         if isinstance(key, OverlayKey):
             hidden = hidden or tensor.shape[1]
             vocab = max(vocab, tensor.shape[0] if key.kind == "full" else 0)
+            continue
+        if isinstance(key, ExpertsKey):  # never of a dense base
             continue
         layers = max(layers, key.layer + 1)
         for module in key.modules if isinstance(key, FusedKey) else (key.module,):

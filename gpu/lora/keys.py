@@ -24,6 +24,10 @@ MAX_ROOTS = 4
 MAX_INDEX_DIGITS = 6
 _BY_PATH: Final = {m.path: m for m in LoraModule}
 _GDN_PARENT: Final = "linear_attn"
+_EXPERT_LEAVES: Final = {
+    m.leaf: m
+    for m in (LoraModule.EXPERT_GATE_PROJ, LoraModule.EXPERT_UP_PROJ, LoraModule.EXPERT_DOWN_PROJ)
+}
 FUSED: Final = {
     ("self_attn", "qkv_proj"): (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
     ("mlp", "gate_up_proj"): (LoraModule.GATE_PROJ, LoraModule.UP_PROJ),
@@ -39,6 +43,18 @@ class PairKey:
     layer: int
     module: LoraModule
     half: Half
+    module_name: str
+    adapter_name: str | None = None
+    expert: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsKey:
+    """A factor of all experts in one tensor; ``inner`` where ``base_layer`` stands in the key."""
+
+    layer: int
+    half: Half
+    inner: bool
     module_name: str
     adapter_name: str | None = None
 
@@ -79,7 +95,7 @@ def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
     for root in ("model", "model.language_model"):
         for layer in range(dims.num_layers):
             for module in LoraModule:
-                if not dims.applies_to_layer(layer, module):
+                if not dims.applies_to_layer(layer, module) or module in _EXPERT_LEAVES.values():
                     continue
                 name = f"{root}.layers.{layer}.{module.path}"
                 for half in ("A", "B"):
@@ -87,7 +103,7 @@ def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
                     yield key, PairKey(layer, module, half, name)
 
 
-def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | OverlayKey:
+def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | OverlayKey:
     """The place a tensor key names.
 
     Raises:
@@ -131,7 +147,7 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | OverlayKey:
         )
     path = tail[1:]
     if path[:2] == ["mlp", "experts"]:
-        raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
+        return _expert(path[2:], layer, half, ".".join(module_parts), adapter_name, key, dims)
     module = _BY_PATH.get(".".join(path))
     fused = FUSED.get((path[0], path[1])) if len(path) == 2 else None
     # A gated q is interleaved per head: no fused checkpoint has such rows.
@@ -156,6 +172,47 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | OverlayKey:
             raise _refuse("gdn-in-on-attention-layer", why, key)
         raise _refuse("non-full-attention-layer", "this layer has no such module", key)
     return PairKey(layer, module, half, ".".join(module_parts), adapter_name)
+
+
+def _expert(
+    path: list[str],
+    layer: int,
+    half: Half,
+    name: str,
+    adapter_name: str | None,
+    key: str,
+    dims: ModelDims,
+) -> PairKey | ExpertsKey:
+    """The place of a key behind ``mlp.experts``: one expert's module, or all of them at once."""
+    if not dims.experts:
+        raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
+    if half not in ("A", "B"):
+        raise _refuse("unsupported-module", "experts take plain factors only", key)
+    if not dims.expert_adapters:
+        raise _refuse("expert-lora-no-room", "slots have no room for expert adapters", key)
+    if path in ([], ["base_layer"]):
+        return ExpertsKey(layer, half, bool(path), name.removesuffix(".base_layer"), adapter_name)
+    module = _EXPERT_LEAVES.get(path[1]) if len(path) == 2 else None
+    if module is None:
+        raise _refuse(
+            "unsupported-module",
+            "not a module of an expert",
+            key,
+            expected="N.gate_proj, N.up_proj or N.down_proj",
+            found=".".join(path)[:80],
+        )
+    if not path[0].isascii() or not path[0].isdigit() or len(path[0]) > MAX_INDEX_DIGITS:
+        raise _refuse("malformed-expert-index", "not an expert's number", key, found=path[0][:40])
+    expert = int(path[0])
+    if expert >= dims.experts:
+        raise _refuse(
+            "expert-out-of-range",
+            "the model has no such expert",
+            key,
+            expected=f"0..{dims.experts - 1}",
+            found=expert,
+        )
+    return PairKey(layer, module, half, name, adapter_name, expert)
 
 
 def _overlay(parts: list[str]) -> OverlayKey | None:

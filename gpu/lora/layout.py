@@ -60,6 +60,7 @@ class Pair:
     b_off: int
     k_in: int
     n_out: int
+    expert: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +137,16 @@ class SlotLayout:
                 if not self.dims.applies_to_layer(layer, module):
                     continue
                 n_out, k_in = self.dims.shape(module)
-                b_off = offset + self.stride * k_in * size
-                pairs.append(Pair(layer, module, offset, b_off, k_in, n_out))
-                offset = b_off + n_out * self.stride * size
+                for expert in range(self.dims.places(module)):
+                    b_off = offset + self.stride * k_in * size
+                    pairs.append(Pair(layer, module, offset, b_off, k_in, n_out, expert))
+                    offset = b_off + n_out * self.stride * size
         return tuple(pairs)
 
     @cached_property
     def pair_index(self) -> dict[tuple[int, LoraModule], int]:
-        """(layer, module) -> pair index. Read only."""
-        return {(p.layer, p.module): index for index, p in enumerate(self.pairs)}
+        """(layer, module) -> pair index, of experts the first one's. Read only."""
+        return {(p.layer, p.module): i for i, p in enumerate(self.pairs) if p.expert == 0}
 
     @cached_property
     def known_keys(self) -> dict[str, PairKey]:

@@ -41,6 +41,13 @@ GROUPS: Final = (
 """Modules that read one input and write side by side into one output."""
 QKV, ATTN_OUT, GATE_UP, DOWN, IN_QKV_Z, IN_B_A, GDN_OUT = range(7)
 ROUTER, SHARED_GATE_UP, SHARED_DOWN, SHARED_GATE = range(7, 11)
+OF_EXPERT: Final = (
+    (LoraModule.EXPERT_GATE_PROJ, LoraModule.EXPERT_UP_PROJ),
+    (LoraModule.EXPERT_DOWN_PROJ,),
+)
+"""The groups of one expert. In a plan they follow `GROUPS`: the first of every expert in turn, then
+the second of every expert; a plan of a pool without room for them ends before."""
+FIRST_EXPERT: Final = len(GROUPS)
 MAX_PLANS: Final = 256
 
 
@@ -120,39 +127,51 @@ class Adapters:
     ) -> None:
         self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows)
         self._device, self._kernels, self._stream = device, kernels, stream
+        members = [(modules, 0) for modules in GROUPS]
+        if layout.dims.expert_adapters:
+            members += [(mods, e) for mods in OF_EXPERT for e in range(layout.dims.experts)]
         try:
             self._groups = tuple(
-                tuple(self._group(kernels, layout, layer, modules) for modules in GROUPS)
+                tuple(self._group(kernels, layout, layer, *member) for member in members)
                 for layer in range(layout.dims.num_layers)
             )
             self._with_affine = tuple(
                 tuple(
                     lora
                     and DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
-                    for lora, modules in zip(groups, GROUPS, strict=True)
+                    # Experts have no vectors.
+                    for lora, modules in zip(groups, GROUPS, strict=False)
                 )
                 for layer, groups in enumerate(self._groups if layout.affine else ())
             )
         except BaseException:
             self.pool.close()
             raise
-        group_of = {module: index for index, modules in enumerate(GROUPS) for module in modules}
-        self._pair_layers = np.array([pair.layer for pair in layout.pairs], np.intp)
-        self._pair_groups = np.array([group_of[pair.module] for pair in layout.pairs], np.intp)
+        group_of = {(m, e): i for i, (modules, e) in enumerate(members) for m in modules}
+        pairs = layout.pairs
+        self._pair_layers = np.array([pair.layer for pair in pairs], np.intp)
+        self._pair_groups = np.array(
+            [group_of[pair.module, pair.expert] for pair in pairs], np.intp
+        )
         # Per filled slot: int [layers, groups], 0 where the group has nothing, 1 a pair, 2 vectors.
         self._active: dict[int, npt.NDArray[np.int8]] = {}
         self._overlays: set[int] = set()
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
     def _group(
-        self, kernels: GroupMaker, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
+        self,
+        kernels: GroupMaker,
+        layout: SlotLayout,
+        layer: int,
+        modules: Sequence[LoraModule],
+        expert: int,
     ) -> Delta | None:
         if not layout.dims.applies_to_layer(layer, modules[0]):
             return None
         slices = []
         column = 0
         for module in modules:
-            index = layout.pair_index[layer, module]
+            index = layout.pair_index[layer, module] + expert
             n_out = layout.pairs[index].n_out
             slices.append(LoraSlice(*self.pool.pair_tables(index), n_out, column))
             column += n_out
@@ -185,7 +204,7 @@ class Adapters:
         needs = np.array(image.present, np.int8)
         if image.affine:
             needs[np.array(image.affine)] = 2
-        active = np.zeros((len(self._groups), len(GROUPS)), np.int8)
+        active = np.zeros((len(self._groups), len(self._groups[0])), np.int8)
         np.maximum.at(active, (self._pair_layers, self._pair_groups), needs)
         if image.embed_rows or image.head_rows:
             self._overlays.add(slot)
@@ -248,6 +267,7 @@ class Adapters:
     def every_group(self) -> tuple[LayerPlan, ...]:
         """A plan that launches all groups, to have their kernels compiled."""
         all_of = (2 if self._with_affine else 1,) * len(GROUPS)
+        all_of += (1,) * (len(self._groups[0]) - len(GROUPS))
         return tuple(self._layer_plan(layer, all_of) for layer in range(len(self._groups)))
 
     def set_rows(self, slots: Sequence[int]) -> int:

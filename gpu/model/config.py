@@ -144,8 +144,11 @@ class ModelConfig:
         """Width of q, k and v side by side."""
         return self.q_out + 2 * self.kv_out
 
-    def to_lora_dims(self) -> ModelDims:
-        """The dimensions adapters are audited and packed against."""
+    def to_lora_dims(self, *, expert_adapters: bool = False) -> ModelDims:
+        """The dimensions adapters are audited and packed against.
+
+        ``expert_adapters``: with room for pairs of routed experts, where the model has any.
+        """
         return ModelDims(
             num_layers=self.num_layers,
             hidden=self.hidden,
@@ -162,6 +165,7 @@ class ModelConfig:
             experts=self.moe.experts if self.moe else 0,
             expert_inner=self.moe.inner if self.moe else 0,
             shared_inner=self.moe.shared if self.moe else 0,
+            expert_adapters=expert_adapters and self.moe is not None,
         )
 
 

@@ -12,7 +12,16 @@ from __future__ import annotations
 import torch
 
 from ..kernels.host import HostKernels
-from .adapters import ROUTER, SHARED_DOWN, SHARED_GATE, SHARED_GATE_UP, Delta, LayerPlan
+from ..kernels.memory import view_at
+from .adapters import (
+    FIRST_EXPERT,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    Delta,
+    LayerPlan,
+)
 from .hybrid_config import MoeShape
 from .hybrid_weights import DenseWeights, MoeWeights
 
@@ -54,7 +63,8 @@ class MoeBlock:
             _add(plan[ROUTER], x, logits, row_slots)
         weights, ids = self._weights[:n], self._ids[:n]
         kernels.route(logits, weights, ids)
-        out = self._routed(layer, x, weights, ids)
+        on_experts = None if plan is None else plan[FIRST_EXPERT:]
+        out = self._routed(layer, x, weights, ids, on_experts, row_slots)
         gate = layer.shared_gate(x)
         if plan is None:
             shared = self._feed(layer.shared, x, None, None, row_slots)
@@ -66,9 +76,16 @@ class MoeBlock:
         return out.add_(shared)
 
     def _routed(
-        self, layer: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+        self,
+        layer: MoeWeights,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        groups: LayerPlan | None,
+        row_slots: int,
     ) -> torch.Tensor:
-        out = torch.zeros_like(x)
+        out, n_experts = torch.zeros_like(x), self._shape.experts
+        slots = view_at(row_slots, (len(x),), torch.int32) if groups else None
         # Places of the table [n, k] by expert; stable, so that rows stay in order.
         chosen, order = ids.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=self._shape.experts)
@@ -79,7 +96,13 @@ class MoeBlock:
             if not count:
                 continue
             mine = rows[at : at + count]
-            y = self._feed(layer.experts[expert], x.index_select(0, mine), None, None, 0)
+            taken = x.index_select(0, mine)
+            if groups and slots is not None:
+                own = slots.index_select(0, mine)
+                deltas = groups[expert], groups[n_experts + expert]
+                y = self._feed(layer.experts[expert], taken, *deltas, own.data_ptr())
+            else:
+                y = self._feed(layer.experts[expert], taken, None, None, 0)
             out.index_add_(0, mine, y.mul_(shares[at : at + count]))
             at += count
         return out

@@ -73,6 +73,7 @@ class Runner:
         max_lora_rank: int,
         overlay_rows: int,
         affine: bool,
+        expert_adapters: bool,
         num_blocks: int | None,
         kv_bytes: int | None,
         max_step_tokens: int,
@@ -91,7 +92,8 @@ class Runner:
         dtype = kernels.dtype
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
-        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows, affine)
+        dims = config.to_lora_dims(expert_adapters=expert_adapters)
+        self.layout = SlotLayout(dims, max_lora_rank, elem, overlay_rows, affine)
         self._stream = device.create_stream(label="runner")
         try:
             if max_loras:
@@ -170,6 +172,7 @@ class Runner:
         max_lora_rank: int = 64,
         overlay_rows: int = 0,
         affine: bool = True,
+        expert_adapters: bool = False,
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
@@ -185,6 +188,7 @@ class Runner:
             max_loras: slots; 0 is LoRA off.
             overlay_rows: embedding and lm_head rows a slot may replace.
             affine: room in each slot for DoRA's factors and for biases.
+            expert_adapters: room in each slot for pairs of every routed expert.
             num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
             max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
             spill_bytes: host memory for KV blocks of preempted sequences, taken as it is needed.
@@ -212,6 +216,7 @@ class Runner:
                 max_lora_rank=max_lora_rank,
                 overlay_rows=overlay_rows,
                 affine=affine,
+                expert_adapters=expert_adapters,
                 num_blocks=num_blocks,
                 kv_bytes=kv_bytes,
                 max_step_tokens=max_step_tokens,

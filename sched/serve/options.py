@@ -98,6 +98,7 @@ HELP: dict[str, str] = {
     "max_lora_rank": "the largest adapter rank",
     "overlay_rows": "embedding and head rows an adapter may replace",
     "affine": "whether slots have room for DoRA and biases (true or false)",
+    "expert_adapters": "whether slots have room for adapters of routed experts (true or false)",
     "device": "auto, cpu or cuda",
     "dtype": "auto, bfloat16 or float32",
     "kv_bytes": "bytes of KV memory (default: from what is free)",

@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"monteclora_config": {"x": 1}}, "monteclora_config"),
     ({"arrow_config": {"x": 1}}, "arrow_config"),
     ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
-    ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+    ({"target_parameters": [3]}, "target_parameters"),
     ({"init_lora_weights": "pissa"}, "pissa"),
     ({"init_lora_weights": "pissa_niter_16"}, "pissa"),
     ({"init_lora_weights": "OLoRA"}, "olora"),

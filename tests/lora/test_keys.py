@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rota.errors import RejectError
 from rota.gpu.lora.dims import LoraModule, ModelDims
-from rota.gpu.lora.keys import FusedKey, OverlayKey, PairKey, canonical_keys, classify
+from rota.gpu.lora.keys import ExpertsKey, FusedKey, OverlayKey, PairKey, canonical_keys, classify
 
 Q = "layers.1.self_attn.q_proj"
 ACCEPTED = [
@@ -263,4 +263,38 @@ def test_hybrid_places(dims: ModelDims, path: str, module: LoraModule) -> None:
 def test_hybrid_refusals(dims: ModelDims, path: str, code: str) -> None:
     with pytest.raises(RejectError) as caught:
         classify(f"base_model.model.model.layers.{path}.lora_A.weight", dims)
+    assert caught.value.code == code
+
+
+EXPERTS = dataclasses.replace(MOE, expert_adapters=True)
+AT = "base_model.model.model.layers.1.mlp.experts"
+
+
+def test_expert_places() -> None:
+    one = classify(f"{AT}.3.up_proj.lora_B.weight", EXPERTS)
+    assert isinstance(one, PairKey)
+    assert (one.module, one.expert, one.half) == (LoraModule.EXPERT_UP_PROJ, 3, "B")
+    for path, inner in (("", False), (".base_layer", True)):
+        every = classify(f"{AT}{path}.lora_A.weight", EXPERTS)
+        assert isinstance(every, ExpertsKey)
+        assert (every.layer, every.inner, every.half) == (1, inner, "A")
+        assert every.module_name == "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("dims", "path", "code"),
+    [
+        (DENSE, ".0.up_proj", "expert-lora-on-dense-model"),
+        (MOE, ".0.up_proj", "expert-lora-no-room"),
+        (MOE, "", "expert-lora-no-room"),
+        (EXPERTS, ".4.up_proj", "expert-out-of-range"),
+        (EXPERTS, ".x.up_proj", "malformed-expert-index"),
+        (EXPERTS, ".-1.up_proj", "malformed-expert-index"),
+        (EXPERTS, ".0.router", "unsupported-module"),
+        (EXPERTS, ".gate_up_proj", "unsupported-module"),
+    ],
+)
+def test_expert_refusals(dims: ModelDims, path: str, code: str) -> None:
+    with pytest.raises(RejectError) as caught:
+        classify(f"{AT}{path}.lora_A.weight", dims)
     assert caught.value.code == code

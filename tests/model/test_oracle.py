@@ -43,6 +43,10 @@ CASES = [
     ("qwen35_moe", "attn_shared_r4"),
     ("qwen35_moe", "attn_gdn_r4"),
     ("qwen35_moe", "all_linear"),
+    ("qwen35_moe", "experts"),
+    ("qwen35_moe", "experts_down_only"),
+    ("qwen35_moe", "router"),
+    ("qwen35_moe", "experts_router_attn"),
 ]
 FP32_RELATIVE = 1e-4
 BF16_RMS = 0.07
@@ -111,7 +115,7 @@ def test_bf16_agrees_with_transformers_and_peft(open_bench, reference, family, c
     assert tokens == [facts["greedy_bf16"]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen35"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen35", "qwen35_moe"])
 def test_a_mixed_batch_agrees_with_each_row_alone_in_peft(open_bench, reference, family):
     bench, ref = open_bench(family), reference(family)
     mixed = ref["mixed"]

@@ -1,0 +1,147 @@
+"""Expert factors: every layout gives the same pairs, and refusals name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from rota.errors import RejectError
+from rota.gpu.lora.dims import LoraModule
+from rota.gpu.lora.layout import Elem, SlotLayout
+from rota.gpu.lora.source import BytesSource, DirectorySource
+from rota.gpu.lora.stage import StagedAdapter, stage
+from rota.gpu.model.config import load_config
+
+Tensors = dict[str, torch.Tensor]
+E, R, H, I = 8, 2, 48, 16  # noqa: E741
+
+
+@pytest.fixture(scope="module")
+def root(data_dir: Path) -> Path:
+    return data_dir / "oracle" / "qwen35_moe"
+
+
+@pytest.fixture(scope="module")
+def layout(root: Path) -> SlotLayout:
+    dims = load_config(root / "base").to_lora_dims(expert_adapters=True)
+    return SlotLayout(dims, 8, Elem.F32)
+
+
+def read(root: Path, case: str) -> tuple[Tensors, dict[str, Any]]:
+    folder = root / "adapters" / case
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return load_file(folder / "adapter_model.safetensors"), config
+
+
+def staged(tensors: Tensors, config: dict[str, Any], layout: SlotLayout) -> StagedAdapter:
+    made = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return stage(BytesSource(save(made), json.dumps(config).encode()), layout)
+
+
+def test_fused_factors_become_a_pair_an_expert(root: Path, layout: SlotLayout) -> None:
+    tensors, _ = read(root, "experts")
+    found = stage(DirectorySource(root / "adapters" / "experts"), layout)
+    assert found.report.by_module == {
+        "expert_gate_proj": 4 * E,
+        "expert_up_proj": 4 * E,
+        "expert_down_proj": 4 * E,
+    }
+    at = "base_model.model.model.layers.2.mlp.experts."
+    a = tensors[at + "base_layer.lora_A.weight"].reshape(E, R, H)
+    b = tensors[at + "base_layer.lora_B.weight"].reshape(2 * I, R, E)
+    for module, rows in (
+        (LoraModule.EXPERT_GATE_PROJ, slice(0, I)),
+        (LoraModule.EXPERT_UP_PROJ, slice(I, 2 * I)),
+    ):
+        for expert in range(E):
+            pair = layout.pair_index[2, module] + expert
+            left, right = layout.pair_views(found.image.buffer, pair)
+            assert np.array_equal(left[:R], a[expert].numpy()) and not left[R:].any()
+            assert np.array_equal(right[:, :R], b[rows, :, expert].numpy())
+            assert found.image.present[pair] and found.image.scales[pair] == 2.0
+
+
+def swap(tensors: Tensors) -> Tensors:
+    """As PEFT before 0.19.1 wrote it: in and out of both parameters exchanged."""
+    made = dict(tensors)
+    for key in tensors:
+        if key.endswith("lora_A.weight"):
+            other = key.replace("lora_A", "lora_B")
+            a = tensors[key].reshape(E, R, -1)
+            b = tensors[other].reshape(-1, R, E)
+            made[key] = b.permute(2, 1, 0).reshape(E * R, -1)
+            made[other] = a.permute(2, 1, 0).reshape(-1, R * E)
+    return made
+
+
+def one_by_one(tensors: Tensors) -> Tensors:
+    """Each expert's modules under their own keys, as other trainers write them."""
+    made: Tensors = {}
+    for key, a in tensors.items():
+        if not key.endswith("lora_A.weight"):
+            continue
+        at = key.split("base_layer")[0].split("lora_A")[0]
+        b = tensors[key.replace("lora_A", "lora_B")].reshape(-1, R, E)
+        rows = {"down": slice(0, H)}
+        if "base_layer" in key:
+            rows = {"gate": slice(0, I), "up": slice(I, 2 * I)}
+        for expert in range(E):
+            for name, part in rows.items():
+                where = f"{at}{expert}.{name}_proj.lora_"
+                made[where + "A.weight"] = a.reshape(E, R, -1)[expert].clone()
+                made[where + "B.weight"] = b[part, :, expert].clone()
+    return made
+
+
+@pytest.mark.parametrize("change", [swap, one_by_one])
+def test_other_layouts_give_the_same_image(
+    root: Path, layout: SlotLayout, change: Callable[[Tensors], Tensors]
+) -> None:
+    tensors, config = read(root, "experts")
+    expected = staged(tensors, config, layout)
+    if change is one_by_one:
+        names = ["gate_proj", "up_proj", "down_proj"]
+        config |= {"target_parameters": None, "target_modules": names}
+    found = staged(change(tensors), config, layout)
+    assert np.array_equal(found.image.buffer, expected.image.buffer)
+    assert np.array_equal(found.image.scales, expected.image.scales)
+
+
+def refusal(tensors: Tensors, config: dict[str, Any], layout: SlotLayout) -> RejectError:
+    with pytest.raises(RejectError) as caught:
+        staged(tensors, config, layout)
+    return caught.value
+
+
+def test_without_room_the_bytes_it_needs_are_named(root: Path) -> None:
+    plain = SlotLayout(load_config(root / "base").to_lora_dims(), 8, Elem.F32)
+    wide = SlotLayout(load_config(root / "base").to_lora_dims(expert_adapters=True), 8, Elem.F32)
+    found = refusal(*read(root, "experts"), plain)
+    assert found.code == "expert-lora-no-room"
+    assert found.expected is not None
+    assert f"{wide.slot_bytes - plain.slot_bytes} bytes more in each slot" in found.expected
+    # The router and everything else of the same model need no such room.
+    assert stage(DirectorySource(root / "adapters" / "router"), plain).report.pairs == 4
+
+
+def test_refusals_of_expert_factors(root: Path, layout: SlotLayout) -> None:
+    tensors, config = read(root, "experts")
+    key = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
+    found = refusal({k: v for k, v in tensors.items() if k != key}, config, layout)
+    assert (found.code, found.subject) == ("unpaired-tensor", key.replace("lora_A", "lora_B"))
+    found = refusal(tensors | {key: torch.ones(E * R, I + 1)}, config, layout)
+    assert (found.code, found.subject) == ("shape-mismatch", key)
+    found = refusal(tensors, config | {"target_parameters": ["mlp.gate.weight"]}, layout)
+    assert (found.code, found.found) == ("target_parameters", "mlp.gate.weight")
+    wrong = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    found = refusal(tensors, config | {"target_parameters": wrong}, layout)
+    assert (found.code, found.subject) == ("unmatched-target", "mlp.gate.weight")
+    found = refusal(tensors, config | {"r": 3}, layout)
+    assert found.code == "shape-mismatch"
