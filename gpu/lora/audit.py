@@ -8,7 +8,6 @@ passes. Disk, memory and network adapters all come through here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,11 +17,12 @@ from .affine import Vectors, plan_affine
 from .config import PeftConfig, match_name
 from .dims import LoraModule
 from .experts import no_room, parameter_name, take_apart
+from .fused import split_fused
 from .keys import FUSED, ExpertsKey, FusedKey, Half, OverlayKey, PairKey, classify
 from .layout import SlotLayout
 from .overlay import BaseRows, OverlayPlan, plan_overlay
 from .pack import PairTensors
-from .safefile import ITEM_BYTES, Tensor
+from .safefile import Tensor
 from .values import check_finite
 
 MAX_LISTED = 8
@@ -83,7 +83,7 @@ def audit(
                 raise _duplicate(tensor)
             wrapped[key] = tensor
             continue
-        places = [(key, tensor)] if isinstance(key, PairKey) else _split(key, tensor, layout)
+        places = [(key, tensor)] if isinstance(key, PairKey) else split_fused(key, tensor, layout)
         _put(places, parts, layout)
     _put(take_apart(wrapped, config, layout), parts, layout)
     if len(names) > 1 and len(names - {None}) > 1:
@@ -125,42 +125,6 @@ def _put(
         if place.half in found:
             raise _duplicate(tensor)
         found[place.half] = (place, tensor)
-
-
-def _split(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple[PairKey, Tensor]]:
-    """The parts of a fused tensor: A is every module's, the rows of all else are theirs in turn.
-
-    Exact: rows of W + s B A depend on the same rows of B alone.
-
-    Raises:
-        RejectError: shape-mismatch.
-    """
-    heights = [layout.dims.shape(module)[0] for module in key.modules]
-    if key.half != "A" and (not tensor.shape or tensor.shape[0] != sum(heights)):
-        raise RejectError(
-            "a fused tensor does not have the rows of the modules it stands for",
-            code="shape-mismatch",
-            subject=tensor.key,
-            expected=f"{sum(heights)} rows: " + " + ".join(map(str, heights)),
-            found=list(tensor.shape),
-        )
-    made, begin = [], tensor.begin
-    for module, height in zip(key.modules, heights, strict=True):
-        part = tensor
-        if key.half != "A":
-            width = ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[1:])
-            part = Tensor(
-                tensor.key,
-                tensor.dtype,
-                (height, *tensor.shape[1:]),
-                tensor.block,
-                begin,
-                begin + height * width,
-            )
-            begin = part.end
-        place = PairKey(key.layer, module, key.half, key.module_name, key.adapter_name)
-        made.append((place, part))
-    return made
 
 
 def check_targets(config: PeftConfig, layout: SlotLayout) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -36,15 +35,14 @@ from .contract import (
     named_failure,
     row_output,
 )
-from .hybrid import HybridModel
+from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
-from .llama import LlamaModel
 from .overlay import overlay_embeddings, overlay_logits
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .spill import SpillStore
 from .states import StateArena
-from .weights import DtypeName, HybridWeights, Weights, load_hybrid_weights, load_weights
+from .weights import DtypeName
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
 
@@ -65,7 +63,7 @@ class Runner:
         self,
         device: Device,
         config: ModelConfig,
-        weights: Weights | HybridWeights,
+        weights: HostWeights,
         kernels: HostKernels,
         linears: BaseLinears,
         *,
@@ -87,7 +85,7 @@ class Runner:
         self._kv: KvCache | None = None
         self._spills: SpillStore | None = None
         self._states: StateArena | None = None
-        self._model: LlamaModel | HybridModel | None = None
+        self._model: HostModel | None = None
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
@@ -122,7 +120,9 @@ class Runner:
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
             self._batch = StepBatch(limits)
             self._sample = RowSampler(config.vocab)
-            self._model = self._bind(config, weights, kernels, self._kv, context)
+            self._model = bind(
+                config, weights, kernels, self._kv, self._batch, self._states, context
+            )
         except BaseException:
             self._free()
             raise
@@ -143,23 +143,6 @@ class Runner:
             recurrent=config.recurrent,
             state_bytes=self._states.nbytes if self._states else 0,
         )
-
-    def _bind(
-        self,
-        config: ModelConfig,
-        weights: Weights | HybridWeights,
-        kernels: HostKernels,
-        kv: KvCache,
-        positions: int,
-    ) -> LlamaModel | HybridModel:
-        batch = self._batch
-        if config.gated:
-            hybrid = cast(HybridWeights, weights)
-            return HybridModel(
-                config, hybrid, kernels, kv, batch, self._states, positions=positions
-            )
-        plain = cast(Weights, weights)
-        return LlamaModel(config, plain, kernels, kv, batch, positions=positions)
 
     @classmethod
     def load(
@@ -202,8 +185,7 @@ class Runner:
         )
         path = Path(model_dir)
         config = load_config(path)
-        load = load_hybrid_weights if config.gated else load_weights
-        weights, kernels = load(path, config, dtype, use_numba=use_numba)
+        weights, kernels = read(path, config, dtype, use_numba=use_numba)
         linears = BaseLinears(path, kernels.dtype)
         try:
             runner = cls(
@@ -360,7 +342,7 @@ class Runner:
 
     def _run(
         self,
-        model: LlamaModel | HybridModel,
+        model: HostModel,
         rows: Sequence[RowLike],
         n: int,
         slots: frozenset[int],
@@ -412,7 +394,7 @@ class Runner:
             finally:
                 self._device.close()
 
-    def _alive(self) -> LlamaModel | HybridModel:
+    def _alive(self) -> HostModel:
         if self._closed or self._model is None:
             raise DeviceError("the runner is closed", code="runner-closed")
         return self._model

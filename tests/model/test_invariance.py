@@ -12,7 +12,7 @@ SECOND = {
     "qwen2": "attn_mlp_r8",
     "qwen3": "tokens_tied",
     "qwen35": "gdn_all_r4",
-    "qwen35_moe": "attn_shared_r4",
+    "qwen35_moe": "experts_router_attn",
 }
 DTYPES = ["float32", "bfloat16"]
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
