@@ -112,9 +112,8 @@ class Runner:
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
             # Blocks alone do not bring a recurrent sequence back.
-            spill_blocks = spill_bytes // kv_bytes_per_block(config, dtype)
-            if config.recurrent:
-                spill_blocks = 0
+            spare = 0 if config.recurrent else spill_bytes
+            spill_blocks = spare // kv_bytes_per_block(config, dtype)
             self._spills = SpillStore(self._kv, spill_blocks)
             context = min(config.context, num_blocks * BLOCK_TOKENS)
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
@@ -283,10 +282,7 @@ class Runner:
         return self._spills
 
     def drop_state(self, seq: int) -> None:
-        """Give up the recurrent state of a sequence that will start again from position 0.
-
-        Its sampler stays. Nothing in families without such a state; idempotent.
-        """
+        """Give up the recurrent state, if any, of a sequence that starts again. Idempotent."""
         if self._states is not None:
             self._states.drop(seq)
 
