@@ -282,6 +282,9 @@ class _Maker:
         if profile == "close":
             self.actions.append(Shut(self.time()))
         self._resizes(seed)
+        if self.profile == "pressure":  # where copies happen, an early one fails now and then
+            copies: tuple[FaultKind, ...] = ("spill", "restore")
+            self.faults += [Fault(k, seed // 10 % 3) for k in copies if seed % 20 == 3]
         order = sorted(range(len(self.actions)), key=lambda i: (self.actions[i].at, i))
         return Scenario(
             seed,
