@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +93,8 @@ def test_every_kind_lands_as_from_disk(
 
 @pytest.mark.parametrize(
     ("name", "packed", "rails"),
-    [("large", "always", 1), ("large", "never", 3), ("large-f32", "always", 8)],
+    [("large", "always", 1), ("large", "never", 3)]
+    + [("large-f32", "always", rails) for rails in (2, 8)],
 )
 def test_large_adapters_by_several_rails(
     on_disk: Callable[[str], StagedAdapter],
@@ -217,3 +221,37 @@ def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device
     del target, part
     mine.close()
     assert "peer stopped" in served.stop()
+
+
+#: A process that may lock 64 KiB and has not the capability to lock more.
+LIMITED = ("prlimit", "--memlock=65536:65536", "setpriv", "--bounding-set=-ipc_lock")
+
+
+def test_a_peer_that_may_not_register_sends_by_tcp(
+    folders: dict[str, Path],
+    secret: Path,
+    source: Callable[..., Peer],
+    on_disk: Callable[[str], StagedAdapter],
+) -> None:
+    served = PeerProcess({"large": folders["large"]}, secret, prefix=LIMITED)
+    try:
+        assert "RDMA" in served.first_line
+        same(stage(source("large", address=served.address), LARGE), on_disk("large"))
+    finally:
+        last = served.stop()
+    found = re.search(r"'bytes_sent': (\d+)", last)
+    assert found is not None and int(found[1]) > LARGE.slot_bytes, last
+
+
+def test_an_engine_that_may_not_register_says_so_and_has_tcp() -> None:
+    code = (
+        "import logging; logging.basicConfig();"
+        "from rota.rdma.verbs import open_client;"
+        "small, large = open_client(4096), open_client(8 << 20);"
+        "assert small is not None and large is None; small.close()"
+    )
+    ran = subprocess.run(
+        [*LIMITED, sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("adapters come by TCP") == 1
