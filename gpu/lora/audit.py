@@ -302,8 +302,8 @@ def _check_matched(
                 subject=tensor.key,
                 found=match,
             )
-        named = parameters and match_name(parameter_name(key), parameters)
-        if named:
+        named = match_name(parameter_name(key), parameters) if parameters else None
+        if named is not None:
             matched.add(named)
             continue
         if targets is None:

@@ -190,7 +190,8 @@ class SimExecutor:
 
     def relayout(self, max_loras: int, max_rank: int) -> None:
         self._maybe_fail("relayout")
-        self.contents, self.max_rank = [None] * max_loras, max_rank
+        self.contents = [None for _ in range(max_loras)]
+        self.max_rank = max_rank
 
     def retire(self, slot: int) -> None:
         self._maybe_fail("retire")
