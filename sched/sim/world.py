@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from ...errors import DeviceError, RejectError, RequestError, RotaError, StagingError
+from ...errors import DeviceError, InternalError, RejectError, RequestError, RotaError, StagingError
 from ..core import Core
 from ..core import effects as fx
 from ..core import events as ev
@@ -31,6 +31,9 @@ from .records import Violation
 from .scenario import Ask, Do, Fault, Jump, Scenario, Shut, SourceSpec
 
 Observer = Callable[[ev.Event, list[fx.Effect], float], None]
+
+_MOST_AT_ONCE = 20_000
+"""Events at one moment of virtual time from which a run counts as going in circles."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -124,6 +127,7 @@ class SimWorld:
             retires_work=not any(f.kind == "retire" or "dead" in f.code for f in scenario.faults),
         )
         self.observers = observers
+        self._moment, self._at_once = 0.0, 0
         self.events = 0
         self.shell: Shell
         self._waiting: dict[int, str] = {}
@@ -150,6 +154,11 @@ class SimWorld:
 
     def _observe(self, event: ev.Event, effects: list[fx.Effect], now: float) -> None:
         self.events += 1
+        self._at_once = self._at_once + 1 if now == self._moment else 0
+        self._moment = now
+        if self._at_once > _MOST_AT_ONCE:
+            self.ledger.broken("livelock", f"{self._at_once} events while no time passes")
+            raise InternalError("the core goes round in circles", code="livelock")
         self.ledger.see(event, effects, now)
         for observer in self.observers:
             observer(event, effects, now)

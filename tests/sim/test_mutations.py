@@ -264,6 +264,10 @@ def resumes_in_the_middle(patch: Patch) -> None:
     patch.setattr(KvMemory, "admit", go_on)
 
 
+def wakes_in_the_past(patch: Patch) -> None:
+    patch.setattr(Core, "next_wake", lambda self: 0.0)
+
+
 def lanes_take_no_turns(patch: Patch) -> None:
     patch.setattr(Lanes, "took_turn", lambda self, lane: None)
 
@@ -447,6 +451,7 @@ MUTATIONS: list[Callable[[Patch], None]] = [
     blocks_lost_on_preemption,
     lease_freed_under_the_step,
     resumes_in_the_middle,
+    wakes_in_the_past,
     lanes_take_no_turns,
     unload_forgets_who_waits,
     sources_are_kept,
