@@ -20,12 +20,14 @@ import anyio.to_thread
 
 from ..errors import ModelError
 from ..gpu.device import Device, open_device
+from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
 from ..gpu.model.runner import Runner
 from ..gpu.model.torch_runner import TorchRunner
 from .config import EngineConfig
 from .core import Core, CoreConfig
+from .core.config import most_step_tokens
 from .core.resize import MAX_SLOTS
 from .shell import Shell
 from .staging import Stager
@@ -184,7 +186,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
             affine=config.affine,
             expert_adapters=config.expert_adapters,
             kv_bytes=config.kv_bytes,
-            max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
+            max_step_tokens=_step_tokens(config),
             max_sequences=config.max_running,
             spill_bytes=config.spill_bytes,
             use_numba=config.use_numba,
@@ -203,8 +205,14 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
         max_lora_rank=config.max_lora_rank,
         overlay_rows=config.overlay_rows,
         kv_bytes=config.kv_bytes,
-        max_step_tokens=max(config.max_step_tokens, config.mixed_step_tokens),
+        max_step_tokens=_step_tokens(config),
         max_sequences=config.max_running,
+    )
+
+
+def _step_tokens(config: EngineConfig) -> int:
+    return most_step_tokens(
+        config.max_step_tokens, config.mixed_step_tokens, config.max_running, BLOCK_TOKENS
     )
 
 

@@ -5,10 +5,25 @@ from __future__ import annotations
 import msgspec
 
 
+def least_prefill(mixed_step_tokens: int, block_size: int) -> int:
+    """Tokens of prefill a step has room for however many sequences decode."""
+    return max(1, min(mixed_step_tokens // 2, block_size))
+
+
+def most_step_tokens(
+    max_step_tokens: int, mixed_step_tokens: int, max_running: int, block_size: int
+) -> int:
+    """Most tokens of any step, all of which a device must take: prefill alone, or prefill beside
+    all but one that decode."""
+    crowded = max_running - 1 + least_prefill(mixed_step_tokens, block_size)
+    return max(max_step_tokens, mixed_step_tokens, crowded)
+
+
 class CoreConfig(msgspec.Struct, frozen=True):
     """``max_loras``: slots (0 = LoRA off). ``num_blocks`` x ``block_size`` tokens of KV.
     ``max_context``: tokens of one sequence. ``max_step_tokens``: tokens of one step when nothing
-    decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens).
+    decodes; ``mixed_step_tokens``: the same when something does (it bounds the gap between tokens),
+    unless so many decode that no block's worth of prefill would be left: see `most_step_tokens`.
     ``drain_after_s``: how long an adapter waits for a slot before a victim is drained.
     ``prefix_cache``: keep KV blocks of computed tokens for requests that begin alike.
     ``spill_blocks``: KV blocks of preempted sequences that host memory may hold (0: preempted

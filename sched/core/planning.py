@@ -7,6 +7,7 @@ admission from the lanes, within a token budget that bounds the gap between toke
 from __future__ import annotations
 
 from . import adapters, resize, samples, spill
+from .config import least_prefill
 from .effects import DropState, OpenSequence, Row, RunStep, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
@@ -54,8 +55,7 @@ def _prefill_budget(state: State, decoding: int) -> int:
     config = state.config
     if not decoding:
         return config.max_step_tokens
-    least = max(1, min(config.mixed_step_tokens // 2, config.block_size))
-    return max(config.mixed_step_tokens - decoding, least)
+    return max(config.mixed_step_tokens - decoding, least_prefill(config.mixed_step_tokens, config.block_size))
 
 
 def _row(seq: Sequence, end: int) -> Row:

@@ -55,6 +55,15 @@ def test_figures_are_what_the_hand_computes() -> None:
     assert all(name in text.getvalue() for name in ("a", "b", "all"))
 
 
+def test_the_table_is_whole_on_a_terminal_of_80_columns() -> None:
+    slow = [asked(name, 0.0, 1.5, 3.0, 8.25) for name in ("sentiment", "base")]
+    text = io.StringIO()
+    Console(file=text, width=80).print(table(figures(slow, 4.0)))
+    assert "…" not in text.getvalue()
+    heads, *rows = [line.split() for line in text.getvalue().splitlines() if line.strip()]
+    assert heads[0] == "adapter" and {"sentiment", "base", "all"} <= {row[0] for row in rows}
+
+
 def test_quantiles() -> None:
     assert quantile([], 0.5) is None
     assert [quantile(range(1, 101), q) for q in (0.0, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]

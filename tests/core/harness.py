@@ -13,6 +13,7 @@ from typing import Any
 from rota.sched.core import Core, CoreConfig
 from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
+from rota.sched.core.config import most_step_tokens
 
 
 def token_of(adapter_id: int, position: int) -> int:
@@ -111,6 +112,13 @@ class World:
                     self.send(ev.StepFailed(step, failure, fatal))
                     return True
                 done = []
+                config = self.config
+                assert sum(len(row.tokens) for row in rows) <= most_step_tokens(
+                    config.max_step_tokens,
+                    config.mixed_step_tokens,
+                    config.max_running,
+                    config.block_size,
+                ), "more than the device was made for"
                 for row in rows:
                     if row.slot >= 0:
                         assert self.slot_id[row.slot] == row.adapter_id, "wrong weights"
