@@ -19,7 +19,7 @@ from .events import (
     Swap,
     Unload,
 )
-from .jobs import JobKind
+from .jobs import JobKind, JobState
 from .registry import Name
 from .state import State, Unloading
 from .tables import SlotState
@@ -212,6 +212,9 @@ def _pin(state: State, command: int, name: str, pinned: bool) -> None:
         state.slots.undrain(slot)
         state.lanes.unpark(name)
     state.slots.pin(slot, pinned)
+    for job in entry.jobs:
+        if job.state is JobState.COMMITTING:  # its next version, which took over what was pinned
+            job.pin = pinned
     state.log.add(f"slot {slot.index}", "pinned" if pinned else "unpinned")
     state.out.append(
         Reply(command, "done", name, slot.index, current.generation, current.adapter_id)

@@ -55,7 +55,10 @@ def _prefill_budget(state: State, decoding: int) -> int:
     config = state.config
     if not decoding:
         return config.max_step_tokens
-    return max(config.mixed_step_tokens - decoding, least_prefill(config.mixed_step_tokens, config.block_size))
+    return max(
+        config.mixed_step_tokens - decoding,
+        least_prefill(config.mixed_step_tokens, config.block_size),
+    )
 
 
 def _row(seq: Sequence, end: int) -> Row:

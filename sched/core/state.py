@@ -209,8 +209,12 @@ class State:
         index, seq.slot = seq.slot, -1
         if index < 0:
             return
-        version = self.slots[index].version
-        if self.slots.release(self.slots[index], seq.id):
+        slot = self.slots[index]
+        version, pinned, job = slot.version, slot.pinned, self.jobs.get(slot.drained_for)
+        if self.slots.release(slot, seq.id):
+            if pinned and job is not None and version is not None and job.name == version.name:
+                # Emptied for its own next version: the pin is the name's, and goes on.
+                job.pin = True
             self.slot_emptied(index)
             if version is not None:
                 self.version_left(version)
