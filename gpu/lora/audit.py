@@ -306,6 +306,14 @@ def _check_matched(
         if named is not None:
             matched.add(named)
             continue
+        if parameters and match_name(key.module_name + ".weight", parameters) is not None:
+            raise RejectError(
+                "target_parameters is served for routers and routed experts",
+                code="target_parameters",
+                subject=tensor.key,
+                expected="target_modules for this one",
+                found=" ".join(parameters)[:200],
+            )
         if targets is None:
             continue
         leaf = key.module_name.rpartition(".")[2]

@@ -49,8 +49,8 @@ def test_an_overrun_of_the_output_is_caught_at_its_store(fake_rig, problem):
 
 
 def test_a_missing_barrier_is_a_race(fake_rig, problem, monkeypatch):
-    def without_barrier(rank, chunk):
-        shrink, expand = lora_specs(rank, chunk)
+    def without_barrier(*made_for):
+        shrink, expand = lora_specs(*made_for)
         source = expand.cuda_source.replace("__syncthreads();", "")
         assert source != expand.cuda_source
         return tuple(dataclasses.replace(spec, cuda_source=source) for spec in (shrink, expand))

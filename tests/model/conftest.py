@@ -93,13 +93,14 @@ def open_bench(data_dir: Path) -> Iterator[Opener]:
         key = (family, dtype, *sorted(more.items()))
         kind: Any = TorchRunner if more.pop("math", "host") == "torch" else Runner
         if key not in made:
-            options = {
-                "expert_adapters": family == "qwen35_moe",
+            options: dict[str, Any] = {
                 "max_loras": 4,
                 "max_lora_rank": 16,
                 "num_blocks": 24,
                 "overlay_rows": 128,
             }
+            if kind is Runner:
+                options["expert_adapters"] = family == "qwen35_moe"
             folder = data_dir / "oracle" / family
             runner = kind.load(
                 folder / "base",
