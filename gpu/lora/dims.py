@@ -190,8 +190,10 @@ class ModelDims:
     @cached_property
     def modules(self) -> tuple[LoraModule, ...]:
         """The modules that exist in at least one layer, in walk order."""
-        layers = range(self.num_layers)
-        return tuple(m for m in _M if any(self.applies_to_layer(layer, m) for layer in layers))
+        attends = next((n for n in range(self.num_layers) if n not in self._linear), None)
+        # Layers of one kind have the same modules: one of each will do.
+        kinds = [layer for layer in (attends, *self.linear_layers[:1]) if layer is not None]
+        return tuple(m for m in _M if any(self.applies_to_layer(layer, m) for layer in kinds))
 
     def shape(self, module: LoraModule) -> tuple[int, int]:
         """``(out, in)`` of the module's weight, as in a checkpoint."""
