@@ -38,7 +38,7 @@ KERNEL_PARTS = (
 
 INIT = r"""#!/bin/busybox sh
 BB=/bin/busybox
-$BB mkdir -p /proc /sys /dev /host /ovl /root
+$BB mkdir -p /proc /sys /dev /host /ovl /guest
 $BB mount -t proc proc /proc
 $BB mount -t sysfs sys /sys
 $BB mount -t devtmpfs dev /dev
@@ -50,16 +50,16 @@ $BB mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=262144 hos
   || { echo "@@EXIT 97"; $BB poweroff -f; }
 $BB mount -t tmpfs tmpfs /ovl
 $BB mkdir -p /ovl/up /ovl/wk
-$BB mount -t overlay -o lowerdir=/host,upperdir=/ovl/up,workdir=/ovl/wk,xino=off ovl /root \
+$BB mount -t overlay -o lowerdir=/host,upperdir=/ovl/up,workdir=/ovl/wk,xino=off ovl /guest \
   || { echo "@@EXIT 96"; $BB poweroff -f; }
-for d in proc sys dev; do $BB mount --move /$d /root/$d; done
-$BB mount -t tmpfs tmpfs /root/run
-$BB mkdir -p /root/dev/shm /root/dev/pts /root/run/rxevm
-$BB mount -t tmpfs tmpfs /root/dev/shm
-$BB mount -t devpts devpts /root/dev/pts
-$BB cp /job.sh /root/run/job.sh
-$BB cp /bin/busybox /root/run/rxevm/busybox
-exec $BB switch_root /root /bin/sh /run/job.sh
+for d in proc sys dev; do $BB mount --move /$d /guest/$d; done
+$BB mount -t tmpfs tmpfs /guest/run
+$BB mkdir -p /guest/dev/shm /guest/dev/pts /guest/run/rxevm
+$BB mount -t tmpfs tmpfs /guest/dev/shm
+$BB mount -t devpts devpts /guest/dev/pts
+$BB cp /job.sh /guest/run/job.sh
+$BB cp /bin/busybox /guest/run/rxevm/busybox
+exec $BB switch_root /guest /bin/sh /run/job.sh
 """
 
 # Both ends are in one kernel; policy routing sends their packets over the cable all the same, so
@@ -199,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
     """Boot, run, and give the command's exit code."""
     root = unpacked(args.cache)
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    env = [f"PATH={path}", "HOME=/root", *args.env]
+    env = [f"PATH={path}", "HOME=/tmp", *args.env]
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     job = (
         JOB.replace("@@ENV@@", shlex.join(env))
