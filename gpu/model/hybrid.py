@@ -18,6 +18,7 @@ from ..kernels.host import HostKernels
 from .adapters import ATTN_OUT, DOWN, GATE_UP, GDN_OUT, IN_B_A, IN_QKV_Z, QKV, LayerPlan
 from .batch import StepBatch
 from .config import ModelConfig
+from .final import final_states
 from .hybrid_weights import AttentionWeights, DeltaNetWeights, DenseWeights
 from .kv import KvCache
 from .moe import MoeBlock
@@ -214,10 +215,6 @@ class HybridModel:
         Returns:
             (states ``[m, hidden]`` given to lm_head, logits ``[m, vocab]``), engine dtype.
         """
-        if rows is not None:
-            picked = torch.tensor(rows, dtype=torch.int64)
-            h, delta = h.index_select(0, picked), delta.index_select(0, picked)
-        states, weights = torch.empty_like(delta), self._weights
-        eps = self._config.rms_eps
-        self._kernels.add_rms_norm(delta, h, weights.final_norm, eps, states, one_plus=True)
-        return states, weights.head(states)
+        norm, eps = self._weights.final_norm, self._config.rms_eps
+        states = final_states(self._kernels, norm, eps, h, delta, rows, one_plus=True)
+        return states, self._weights.head(states)

@@ -19,6 +19,7 @@ from ..kernels.host import HostKernels
 from .adapters import LayerPlan
 from .batch import StepBatch
 from .config import ModelConfig
+from .final import final_states
 from .kv import KvCache
 from .rope import rope_tables
 from .weights import Weights
@@ -178,9 +179,6 @@ class LlamaModel:
         Returns:
             (states ``[m, hidden]`` given to lm_head, logits ``[m, vocab]``), engine dtype.
         """
-        if rows is not None:
-            picked = torch.tensor(rows, dtype=torch.int64)
-            h, delta = h.index_select(0, picked), delta.index_select(0, picked)
-        states = torch.empty_like(delta)
-        self._kernels.add_rms_norm(delta, h, self._weights.final_norm, self._config.rms_eps, states)
+        norm, eps = self._weights.final_norm, self._config.rms_eps
+        states = final_states(self._kernels, norm, eps, h, delta, rows)
         return states, self._weights.head(states)

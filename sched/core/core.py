@@ -41,6 +41,9 @@ from .state import State
 from .story import Log
 from .tables import SeqState, SlotState
 
+#: Device work that failed; if the device died of it, everything ends.
+_DEVICE_WORK_FAILED = (CommitFailed, RelayoutFailed, SpillFailed, RestoreFailed)
+
 
 class Core:
     """All serving state and every decision about it.
@@ -110,26 +113,18 @@ class Core:
                 adapters.commit_done(state, event)
             case CommitFailed():
                 adapters.commit_failed(state, event)
-                if event.fatal:
-                    planning.device_dead(state, event.failure)
             case RelayoutDone():
                 resize.built(state, event)
             case RelayoutFailed():
                 resize.not_built(state, event)
-                if event.fatal:
-                    planning.device_dead(state, event.failure)
             case SpillDone():
                 spill.spill_done(state, event)
             case SpillFailed():
                 spill.spill_failed(state, event)
-                if event.fatal:
-                    planning.device_dead(state, event.failure)
             case RestoreDone():
                 spill.restore_done(state, event)
             case RestoreFailed():
                 spill.restore_failed(state, event)
-                if event.fatal:
-                    planning.device_dead(state, event.failure)
             case CancelCommand():
                 commands.cancel_command(state, event)
             case Tick():
@@ -138,6 +133,8 @@ class Core:
                 self._close()
             case _:
                 commands.handle(state, event)
+        if isinstance(event, _DEVICE_WORK_FAILED) and event.fatal:
+            planning.device_dead(state, event.failure)
 
     def _close(self) -> None:
         state = self._state
