@@ -14,13 +14,14 @@ import trio.testing
 
 from rota.sched.sim.clock import VirtualLoop
 
-_spec = importlib.util.spec_from_file_location(
-    "sim_serving", Path(__file__).with_name("serving.py")
-)
-assert _spec is not None and _spec.loader is not None
-_serving = importlib.util.module_from_spec(_spec)
-sys.modules["sim_serving"] = _serving
-_spec.loader.exec_module(_serving)
+for _name in ("serving", "broken"):
+    _spec = importlib.util.spec_from_file_location(
+        f"sim_{_name}", Path(__file__).with_name(f"{_name}.py")
+    )
+    assert _spec is not None and _spec.loader is not None
+    _module = importlib.util.module_from_spec(_spec)
+    sys.modules[f"sim_{_name}"] = _module
+    _spec.loader.exec_module(_module)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -1,0 +1,21 @@
+"""What the tests of planted faults share: a core that was broken on purpose must not go unseen."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota.sched.core.core import Core
+from rota.sched.sim.scenario import scenario_of
+from rota.sched.sim.world import run_scenario
+
+SEEDS = 120
+
+
+def must_be_caught(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Run seeds on the broken core until a law is broken; its own check is off, so that the
+    simulator's independent laws are what is tested."""
+    patch.setattr(Core, "check", lambda self: None)
+    for seed in range(SEEDS):
+        if run_scenario(scenario_of(seed)).violation is not None:
+            return
+    pytest.fail(f"{name} went unseen through {SEEDS} seeds")
