@@ -248,7 +248,7 @@ class HostDevice(HostBase):
                 kernel.host(*args)
             except DeviceError:
                 raise
-            except Exception as error:
+            except Exception as error:  # a kernel is a program: named, never passed on
                 raise DeviceError(
                     f"the kernel raised {type(error).__name__}: {error}",
                     code="launch-failed",

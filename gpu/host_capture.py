@@ -130,7 +130,7 @@ class LaunchNode:
         except DeviceError as error:
             error.add_note(f"in the arguments of kernel {self.spec.name}")
             raise
-        except Exception as error:
+        except Exception as error:  # a kernel is a program: named, never passed on
             raise DeviceError(
                 f"the footprint raised {type(error).__name__}: {error}",
                 code="launch-failed",
@@ -154,7 +154,7 @@ class LaunchNode:
             self.spec.host(*self.args)
         except DeviceError:
             raise
-        except Exception as error:
+        except Exception as error:  # a kernel is a program: named, never passed on
             raise DeviceError(
                 f"the kernel raised {type(error).__name__}: {error}",
                 code="launch-failed",

@@ -186,7 +186,7 @@ class WeightPeer:
             log.warning("connection ended: %s", str(error) or "nothing moved in time")
         except OSError as error:
             log.info("connection lost: %s", error)
-        except Exception:
+        except Exception:  # a bug here costs one connection, not the peer
             self._counts["errors"] += 1
             log.exception("a connection broke a rule of the peer itself")
         finally:

@@ -109,7 +109,7 @@ class Device:
             )
             self.mtu = int(self._context.query_port(PORT).active_mtu)
             self.gid_index, self.gid = self._gid(gid_index)
-        except Exception as error:
+        except Exception as error:  # pyverbs raises what it likes
             self._context.close()
             raise self.failed("opening the device", error) from error
         self.name = _text(self._context.name)
@@ -122,7 +122,7 @@ class Device:
     def _open(self, name: str | None) -> Any:
         try:
             names = [_text(d.name) for d in self.lib.device.get_device_list()]
-        except Exception as error:
+        except Exception as error:  # as above
             raise DeviceError(
                 "the kernel has no RDMA support loaded",
                 code="no-verbs-device",
@@ -131,7 +131,7 @@ class Device:
         for candidate in names if name is None else [n for n in names if n == name]:
             try:
                 context = self.lib.device.Context(name=candidate)
-            except Exception as error:
+            except Exception as error:  # as above
                 if name is not None:
                     raise self.failed("opening the device", error) from error
                 continue
@@ -170,7 +170,7 @@ class Device:
     def _register(self, region: Region, access: int) -> Any:
         try:
             handle = self.lib.mr.MR(self.pd, max(1, region.nbytes), access, address=region.address)
-        except Exception as error:
+        except Exception as error:  # as above
             raise self.failed("registering memory", error) from error
         with self._lock:
             self._regions[region.address] = handle
@@ -238,7 +238,7 @@ class QueuePair:
                 qp_type=lib.enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0
             )
             self._qp = lib.qp.QP(device.pd, init)
-        except Exception as error:
+        except Exception as error:  # as above
             self.close()
             raise device.failed("making a queue pair", error) from error
         self.depth = device.depth
@@ -275,7 +275,7 @@ class QueuePair:
             self.depth = min(device.depth, other.depth)
             made.max_rd_atomic = self.depth
             self._qp.to_rts(made)
-        except Exception as error:
+        except Exception as error:  # as above
             raise device.failed("connecting a queue pair", error) from error
 
     def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
@@ -294,7 +294,7 @@ class QueuePair:
             try:
                 request.set_wr_rdma(rkey, remote)
                 self._qp.post_send(request)
-            except Exception as error:
+            except Exception as error:  # as above
                 raise self._device.failed("posting a read", error) from error
             finally:
                 request.close()

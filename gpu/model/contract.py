@@ -81,7 +81,7 @@ def named_failure() -> Iterator[None]:
         yield
     except RotaError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a step dies of, its requests end by name
         raise DeviceError(
             f"a step failed: {type(error).__name__}: {str(error)[:500]}", code="step-failed"
         ) from error

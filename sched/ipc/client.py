@@ -134,7 +134,7 @@ class Client:
         while True:
             try:
                 await link.run()
-            except Exception:
+            except Exception:  # a bug costs one connection; the next is tried
                 _log.exception("a connection failed unexpectedly")
             finally:
                 self._link = None

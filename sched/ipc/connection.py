@@ -271,7 +271,7 @@ class Connection:
                 priority=message.priority,
                 deadline_s=message.deadline_s,
             )
-        except Exception as error:
+        except Exception as error:  # a bug ends the request, not the frontend
             if not isinstance(error, RotaError):
                 _log.exception("a request failed unexpectedly")
             self._end(request, error)
@@ -363,7 +363,7 @@ class Connection:
                 result = await answer(self._engine, verb, self._uploads, self._allowed)
         except RotaError as error:
             failure = to_failure(error)
-        except Exception as error:
+        except Exception as error:  # a bug ends the call, not the frontend
             _log.exception("a call failed unexpectedly")
             failure = to_failure(error)
         finally:

@@ -112,7 +112,7 @@ class IpcServer:
                 allowed=self._allowed,
             )
             await connection.run()
-        except Exception:
+        except Exception:  # a bug costs one frontend, not the engine
             _log.exception("a connection failed unexpectedly")
         finally:
             self.connections -= 1
