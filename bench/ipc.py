@@ -5,8 +5,9 @@
 The engine is a loop that pushes one event to every open stream, as an engine's step does, and
 stamps it; there is no model, so what is measured is what the face costs. Both processes run on one
 core. Figures: events per wall second; CPU microseconds of an event on each side (start-up left
-out); added latency from push to the reader at 10,000 events/s (100 streams, a step every 10 ms),
-which means something on a quiet machine only; CPU of HTTP streaming over in-process reading.
+out); latency from push to the reader at 10,000 events/s (100 streams, a step every 10 ms) over IPC
+and in process, and what IPC adds, which mean something on a quiet machine only; CPU of HTTP
+streaming over in-process reading.
 Writes bench/results/ipc.json.
 """
 
@@ -158,8 +159,8 @@ def ipc(core: int, step_s: float, streams: int, tokens: int) -> dict[str, float]
             process.join()
 
 
-async def in_process(streams: int, tokens: int) -> dict[str, float]:
-    engine = Pusher(0.0)
+async def in_process(step_s: float, streams: int, tokens: int) -> dict[str, float]:
+    engine = Pusher(step_s)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.run)
         found = await load(engine, streams, tokens)
@@ -196,14 +197,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})
-    direct = anyio.run(in_process, 64, args.tokens)
+    direct = anyio.run(in_process, 0.0, 64, args.tokens)
+    near = anyio.run(in_process, 0.01, 100, args.tokens // 6)
     http = anyio.run(over_http, 64, args.tokens // 3)
     flat = ipc(args.core, 0.0, 64, args.tokens)
     paced = ipc(args.core, 0.01, 100, args.tokens // 6)
     record = describe(ROOT) | {
         "in_process": direct,
+        "in_process_at_10000_per_s": near,
         "ipc_flat_out": flat,
         "ipc_at_10000_per_s": paced,
+        "ipc_added_p50_ms": round(paced["p50_ms"] - near["p50_ms"], 3),
+        "ipc_added_p99_ms": round(paced["p99_ms"] - near["p99_ms"], 3),
         "http": http,
         "http_cpu_over_in_process": round(http["cpu_us"] / direct["cpu_us"], 2),
         "ipc_events_per_cpu_s": round(1e6 / (flat["cpu_us"] + flat["engine_cpu_us"])),

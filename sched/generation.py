@@ -31,13 +31,13 @@ class Generation:
 
     async def __anext__(self) -> GenerationEvent:
         try:
-            event = await self._outlet.next()
+            taken = await self._outlet.take(1)
         except BaseException:
             self.cancel()
             raise
-        if event is None:
+        if not taken:
             raise StopAsyncIteration
-        return event
+        return taken[0]
 
     @property
     def over(self) -> bool:

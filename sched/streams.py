@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import anyio
 import msgspec
 
 from ..errors import RotaError
+from .wake import Bell
 
 
 class TextSink(Protocol):
@@ -29,7 +29,8 @@ class TextSink(Protocol):
         ...
 
 
-class GenerationEvent(msgspec.Struct, frozen=True, array_like=True):
+# gc=False: it holds numbers and text only, so it is in no cycle, and there is one for each token.
+class GenerationEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step of a generation.
 
     ``token_id``: the new token, or ``None`` for a closing event without one. ``text``: the text it
@@ -57,7 +58,7 @@ class Outlet:
         self._events: deque[GenerationEvent] = deque()
         self._errors: deque[RotaError] = deque()
         self._open = 0
-        self._wake = anyio.Event()
+        self._bell = Bell()
         self._on_ready: Callable[[], None] | None = None
 
     # called by streams --------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Outlet:
         self._ready()
 
     def _ready(self) -> None:
-        self._wake.set()
+        self._bell.ring()
         if self._on_ready is not None:
             self._on_ready()
 
@@ -89,11 +90,12 @@ class Outlet:
     @property
     def over(self) -> bool:
         """Ended, and everything has been read."""
-        return self.ended and not self._events and not self._errors
+        return not (self._open or self._events or self._errors)
 
     def on_ready(self, call: Callable[[], None]) -> None:
         """``call()`` whenever there is more for :meth:`poll` (now, too, if there is): for one
-        reader of many requests, that a task for each would slow down."""
+        reader of many requests, that a task for each would slow down. What :meth:`poll` leaves
+        because of its limit is not told again; an error behind the events it gave is."""
         self._on_ready = call
         if self._events or self._errors or self.ended:
             call()
@@ -104,31 +106,24 @@ class Outlet:
         events = self._events
         if not events and self._errors:
             raise self._errors.popleft()
-        return [events.popleft() for _ in range(min(limit, len(events)))]
+        if len(events) <= limit:
+            taken = list(events)
+            events.clear()
+            if self._errors and self._on_ready is not None:
+                self._on_ready()
+            return taken
+        return [events.popleft() for _ in range(limit)]
 
     async def take(self, limit: int) -> list[GenerationEvent]:
         """At least one event and at most ``limit``: what can be read without waiting twice; empty
         after the last. Raises as :meth:`poll`."""
-        first = await self.next()
-        if first is None:
-            return []
-        taken = [first]
-        while self._events and len(taken) < limit:
-            taken.append(self._events.popleft())
-        return taken
-
-    async def next(self) -> GenerationEvent | None:
-        """The next event, or ``None`` after the last. Raises as :meth:`poll`."""
-        while True:
-            if self._events:
-                return self._events.popleft()
+        while not self._events:
             if self._errors:
                 raise self._errors.popleft()
             if self.ended:
-                return None
-            if self._wake.is_set():  # else another reader waits on it, and must be woken too
-                self._wake = anyio.Event()
-            await self._wake.wait()
+                return []
+            await self._bell.wait()
+        return self.poll(limit)
 
 
 class Stream:

@@ -1,16 +1,15 @@
 """One frontend's connection, at the engine's end.
 
-Owns the tasks of one connection: a reader, a writer that collects what all its requests have ready,
-and one task for each call. Invariants: the output buffer is bounded (nothing is collected above
-``high_water``, credits bound each request), so a slow frontend slows its own requests only; when
-the connection ends, however it ends, every request of it is cancelled.
+Owns the tasks of one connection: a reader, a writer that collects what all its requests have ready
+(:mod:`.outflow`), and one task for each call. Invariants: the output buffer is bounded (nothing is
+collected above ``high_water``, credits bound each request), so a slow frontend slows its own
+requests only; when the connection ends, however it ends, every request of it is cancelled.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import anyio
@@ -18,33 +17,20 @@ import anyio.abc
 
 from ... import __version__
 from ...errors import CapacityError, RotaError, WireError
-from ..face import DEFAULT, Polled
+from ..face import DEFAULT
 from ..failures import to_failure
 from . import wire
 from .address import shut
 from .limits import IpcLimits
+from .outflow import Outflow, Request
 from .session import ServerSession
 from .verbs import Allowed, Uploads, answer, in_thread
 
 _log = logging.getLogger("rota.sched.ipc")
 _RECEIVE = 256 << 10
 _LONG_PROMPT = 4096
-_BATCH = 256
-_ALL = 1 << 30
 _LAST_WORDS_S = 1.0
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
-
-
-class _Request:
-    """A request, its credit, and the generation it reads (``None`` until it has begun)."""
-
-    __slots__ = ("cancelled", "credit", "generation", "ident")
-
-    def __init__(self, ident: int, credit: int) -> None:
-        self.ident = ident
-        self.credit = credit
-        self.cancelled = False
-        self.generation: Polled | None = None
 
 
 def card_of(info: Any) -> wire.ModelCard:
@@ -78,12 +64,13 @@ class Connection:
         self._limits = limits
         self._allowed = allowed
         self._session = ServerSession(schema, limits, token)
-        self._requests: dict[int, _Request] = {}
-        self._ready: dict[int, _Request] = {}
+        frames = self._session.frames
+        self._outflow = Outflow(
+            self._session.send, lambda: frames.pending, limits.high_water, limits.max_credit
+        )
         self._calls: dict[int, anyio.CancelScope] = {}
         self._uploads = Uploads(limits.max_uploads, limits.max_upload_bytes)
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._wake = anyio.Event()
         self._drained = anyio.Event()
         self._sending = False
 
@@ -100,10 +87,7 @@ class Connection:
                 await self._last_words()
         finally:
             self._session.close()
-            for request in self._requests.values():
-                if request.generation is not None:
-                    request.generation.cancel()
-            self._requests.clear()
+            self._outflow.close()
             await anyio.aclose_forcefully(self._stream)
 
     async def _welcome(self) -> bool:
@@ -175,10 +159,9 @@ class Connection:
     async def _write(self) -> None:
         frames = self._session.frames
         while True:
-            self._collect()
+            self._outflow.collect()
             if not frames.pending:
-                self._wake = anyio.Event()
-                await self._wake.wait()
+                await self._outflow.bell.wait()
                 continue
             data = frames.data_to_send()
             self._sending = True
@@ -196,7 +179,7 @@ class Connection:
 
     def _send(self, message: Any) -> None:
         self._session.send(message)
-        self._wake.set()
+        self._outflow.bell.ring()
 
     def _dispatch(self, message: Any) -> None:
         assert self._tasks is not None
@@ -204,9 +187,9 @@ class Connection:
             case wire.Generate():
                 self._generate(message)
             case wire.Credit(request, events):
-                self._credit(request, events)
+                self._outflow.credit(request, events)
             case wire.Cancel(request):
-                self._cancel(request)
+                self._outflow.cancel(request)
             case wire.Call(call, verb):
                 self._call(call, verb)
             case wire.CancelCall(call):
@@ -230,9 +213,7 @@ class Connection:
     # requests -----------------------------------------------------------------------------------
     def _generate(self, message: wire.Generate) -> None:
         assert self._tasks is not None
-        if message.request in self._requests:
-            raise WireError("the request id is in use", code="wire-order")
-        if len(self._requests) >= self._limits.max_requests:
+        if len(self._outflow) >= self._limits.max_requests:
             full = CapacityError(
                 "too many requests of one connection",
                 code="QUEUE_FULL",
@@ -241,30 +222,27 @@ class Connection:
             )
             self._send(wire.Ended(message.request, to_failure(full)))
             return
-        request = _Request(message.request, min(max(0, message.credit), self._limits.max_credit))
-        self._requests[message.request] = request
+        request = self._outflow.add(message.request, message.credit)
         if isinstance(message.prompt, str) and len(message.prompt) > _LONG_PROMPT:
             self._tasks.start_soon(self._encode, message.prompt, message, request)
         else:
             self._start(message.prompt, message, request)
 
-    async def _encode(self, text: str, message: wire.Generate, request: _Request) -> None:
+    async def _encode(self, text: str, message: wire.Generate, request: Request) -> None:
         """Tokenize a long prompt off the loop, then begin."""
         try:
             ids = await in_thread(self._engine.tokenizer.encode, text)
         except RotaError as error:
-            self._end(request, error)
+            self._outflow.end(request, error)
         else:
             self._start(ids, message, request)
 
-    def _start(
-        self, prompt: str | Sequence[int], message: wire.Generate, request: _Request
-    ) -> None:
+    def _start(self, prompt: str | Sequence[int], message: wire.Generate, request: Request) -> None:
         if request.cancelled:
-            self._end(request, None)
+            self._outflow.end(request, None)
             return
         try:
-            request.generation = self._engine.generate(
+            generation = self._engine.generate(
                 prompt,
                 DEFAULT if message.use_default else message.adapter,
                 message.sampling,
@@ -274,69 +252,9 @@ class Connection:
         except Exception as error:  # a bug ends the request, not the frontend
             if not isinstance(error, RotaError):
                 _log.exception("a request failed unexpectedly")
-            self._end(request, error)
+            self._outflow.end(request, error)
             return
-        assert request.generation is not None
-        request.generation.on_ready(partial(self._is_ready, request))
-
-    def _is_ready(self, request: _Request) -> None:
-        self._ready[request.ident] = request
-        self._wake.set()
-
-    def _credit(self, ident: int, events: int) -> None:
-        request = self._requests.get(ident)
-        if request is None:
-            return
-        if events < 0:
-            raise WireError("negative credit", code="wire-malformed")
-        request.credit = min(request.credit + events, self._limits.max_credit)
-        self._is_ready(request)
-
-    def _cancel(self, ident: int) -> None:
-        request = self._requests.get(ident)
-        if request is None:
-            return
-        request.cancelled = True
-        if request.generation is not None:
-            request.generation.cancel()
-            self._is_ready(request)
-
-    def _collect(self) -> None:
-        """Put into frames what the requests have ready, in turn, as far as credit and the output
-        buffer go; what is left stays ready."""
-        frames, high_water = self._session.frames, self._limits.high_water
-        for _ in range(len(self._ready)):
-            if frames.pending > high_water:
-                return
-            ident = next(iter(self._ready))
-            request = self._ready.pop(ident)
-            if self._requests.get(ident) is request and request.generation is not None:
-                self._forward(request, request.generation)
-
-    def _forward(self, request: _Request, generation: Polled) -> None:
-        try:
-            if request.cancelled:
-                # Nobody counts on the rest any more; the last one says how it ended.
-                events = [e for e in generation.poll(_ALL) if e.finish_reason is not None]
-            else:
-                events = generation.poll(min(request.credit, _BATCH))
-        except RotaError as error:
-            generation.cancel()  # the other samples
-            self._end(request, error)
-            return
-        if events:
-            request.credit = max(0, request.credit - len(events))
-            self._session.send(wire.Tokens(request.ident, tuple(events)))
-        if generation.over:
-            self._end(request, None)
-        elif events and request.credit:
-            # There may be more at hand, or an error: after the others had their turn.
-            self._ready[request.ident] = request
-
-    def _end(self, request: _Request, error: Exception | None) -> None:
-        self._requests.pop(request.ident, None)
-        self._ready.pop(request.ident, None)
-        self._send(wire.Ended(request.ident, None if error is None else to_failure(error)))
+        self._outflow.begin(request, generation)
 
     # calls --------------------------------------------------------------------------------------
     def _call(self, call: int, verb: wire.Verb) -> None:

@@ -20,6 +20,7 @@ import anyio.abc
 from ...errors import EngineClosedError, RotaError, WireError
 from ..failures import to_error
 from ..streams import GenerationEvent
+from ..wake import Bell
 from . import wire
 from .address import shut
 from .limits import IpcLimits
@@ -57,7 +58,7 @@ class RemoteGeneration:
         self._read = 0
         self._error = error
         self._ended = error is not None
-        self._wake = anyio.Event()
+        self._bell = Bell()
 
     @property
     def ended(self) -> bool:
@@ -69,15 +70,15 @@ class RemoteGeneration:
         return len(self._events)
 
     # called by the link -------------------------------------------------------------------------
-    def push(self, events: tuple[GenerationEvent, ...]) -> None:
-        self._events.extend(events)
-        self._wake.set()
+    def push(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._bell.ring()
 
     def end(self, error: RotaError | None) -> None:
         self._ended = True
         self._error = error
         self._link = None
-        self._wake.set()
+        self._bell.ring()
 
     # reading ------------------------------------------------------------------------------------
     def __aiter__(self) -> Self:
@@ -98,12 +99,16 @@ class RemoteGeneration:
                         error, self._error = self._error, None
                         raise error
                     return []
-                self._wake = anyio.Event()
-                await self._wake.wait()
+                await self._bell.wait()
         except BaseException:
             self.cancel()
             raise
-        taken = [self._events.popleft() for _ in range(min(limit, len(self._events)))]
+        events = self._events
+        if len(events) <= limit:
+            taken = list(events)
+            events.clear()
+        else:
+            taken = [events.popleft() for _ in range(limit)]
         self._read += len(taken)
         if self._link is not None and 2 * self._read >= self._window:
             self._link.send(wire.Credit(self.id, self._read))
@@ -167,7 +172,7 @@ class Link:
         self._calls: dict[int, PendingCall] = {}
         self._pings: dict[int, anyio.Event] = {}
         self._last = 0
-        self._wake = anyio.Event()
+        self._bell = Bell()
         self._drained = anyio.Event()
         self.error: RotaError | None = None
         self.welcome: wire.Welcome | None = None
@@ -239,9 +244,8 @@ class Link:
     async def _write(self) -> None:
         frames = self._session.frames
         while True:
-            if not frames.pending:
-                self._wake = anyio.Event()
-                await self._wake.wait()
+            while not frames.pending:
+                await self._bell.wait()
             data = frames.data_to_send()
             with anyio.CancelScope(shield=True):
                 try:
@@ -274,7 +278,7 @@ class Link:
         """Queue a message; dropped if the link is gone. Raises WireError ``frame-too-large``."""
         if self.error is None:
             self._session.send(message)
-            self._wake.set()
+            self._bell.ring()
 
     def generate(self, generation: RemoteGeneration, message: wire.Generate) -> None:
         """Start a request whose events go to ``generation``."""
@@ -345,12 +349,19 @@ class Link:
         return wire.Uploaded(ident)
 
     # messages in --------------------------------------------------------------------------------
+    def _tokens(self, requests: tuple[int, ...], events: tuple[GenerationEvent, ...]) -> None:
+        if len(requests) != len(events):
+            raise WireError("events and requests do not match", code="wire-malformed")
+        streams = self._streams
+        for request, event in zip(requests, events, strict=True):
+            weak = streams.get(request)
+            if weak is not None and (generation := weak()) is not None:
+                generation.push(event)
+
     def _arrived(self, message: Any) -> None:
         match message:
-            case wire.Tokens(request, events):
-                weak = self._streams.get(request)
-                if weak is not None and (generation := weak()) is not None:
-                    generation.push(events)
+            case wire.Tokens(requests, events):
+                self._tokens(requests, events)
             case wire.Ended(request, failure):
                 weak = self._streams.pop(request, None)
                 if weak is not None and (generation := weak()) is not None:

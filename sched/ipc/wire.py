@@ -107,9 +107,9 @@ class Credit(_Message, tag=12, frozen=True):
 
 
 class Tokens(_Message, tag=20, frozen=True):
-    """Events of one request, in order."""
+    """Events of any requests, each request's in order: ``events[i]`` is of ``requests[i]``."""
 
-    request: int
+    requests: tuple[int, ...]
     events: tuple[GenerationEvent, ...]
 
 

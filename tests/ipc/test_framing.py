@@ -222,7 +222,7 @@ def test_secrets_compare_by_content() -> None:
 
 def test_messages_round_trip() -> None:
     messages: list[Any] = [
-        wire.Tokens(3, (GenerationEvent(1, "a", None, 2**64 - 1, 0, -0.5, ((1, -0.5),)),)),
+        wire.Tokens((3,), (GenerationEvent(1, "a", None, 2**64 - 1, 0, -0.5, ((1, -0.5),)),)),
         wire.Ended(3, Failure("capacity", "QUEUE_FULL", "m", retry_after_s=1.5)),
         wire.Result(4, wire.Outcome("done", "n", 1, 2, 2**64 - 1, None, None, 0.1)),
         wire.Result(5, wire.Nothing(), Failure("reject", "x", "y")),
