@@ -9,15 +9,19 @@ a state.
 
 from __future__ import annotations
 
-import ctypes
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...errors import DeviceError, InternalError
 from ..device import Device
 from ..kernels.gdn import GdnShape, StateRows
+from ..tensors import HostSpace, TensorSpace
 from .batch import RowLike
 from .config import ModelConfig
 
@@ -40,13 +44,17 @@ class StateArena:
     """States of up to ``places`` sequences.
 
     Args:
-        device: host addressable; the memory is given back in `close`.
+        device: the memory is given back in `close`.
         places: the most sequences of a step.
+        space: of the device; ``None``: the host's. Make the arena, and call `begin`, inside its
+            ``computing``.
+        spare: places more that no sequence gets, for what padding rows write.
 
     Attributes:
-        conv: per linear layer, ascending: ``[places, conv - 1, channels]`` of ``dtype``.
-        memory: the same: float32 ``[places, value_heads, key_dim, value_dim]``.
+        conv: per linear layer, ascending: ``[places + spare, conv - 1, channels]`` of ``dtype``.
+        memory: the same: float32 ``[places + spare, value_heads, key_dim, value_dim]``.
         rows: the states of the step in hand, as `begin` left them.
+        spare_place: the first spare one.
 
     Raises:
         DeviceError: not-host-addressable; states-too-large, when they do not fit in the free
@@ -54,21 +62,23 @@ class StateArena:
     """
 
     def __init__(
-        self, device: Device, config: ModelConfig, dtype: torch.dtype, places: int
+        self,
+        device: Device,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        places: int,
+        *,
+        space: TensorSpace | None = None,
+        spare: int = 0,
     ) -> None:
         gdn = config.gdn
         if gdn is None or not 1 <= places <= MAX_PLACES:
             raise DeviceError("not a state arena", code="bad-argument", subject="places")
-        if not device.host_addressable:
-            raise DeviceError(
-                "recurrent states need memory the CPU can read",
-                code="not-host-addressable",
-                subject=device.name,
-            )
+        space = HostSpace(device) if space is None else space
         layers = len(config.linear_layers)
-        conv_bytes = layers * places * _conv_elements(gdn) * dtype.itemsize
-        memory_bytes = 4 * layers * places * gdn.state_floats
-        self.nbytes = conv_bytes + memory_bytes
+        held = (layers, places + spare, gdn.conv - 1, gdn.channels)
+        shape = (layers, places + spare, gdn.value_heads, gdn.key_dim, gdn.value_dim)
+        self.nbytes = (places + spare) * state_bytes(config, dtype)
         free, _ = device.memory_info()
         if self.nbytes > free:
             raise DeviceError(
@@ -80,28 +90,34 @@ class StateArena:
             )
         self._device = device
         self._addresses: list[int] = []
+        self._whole: tuple[torch.Tensor, ...] = ()
         try:
-            conv = self._take(conv_bytes, dtype, "conv states")
-            memory = self._take(memory_bytes, torch.float32, "recurrent states")
+            conv = self._take(space, held, dtype, "conv states")
+            memory = self._take(space, shape, torch.float32, "recurrent states")
         except BaseException:
             self.close()
             raise
-        held = (layers, places, gdn.conv - 1, gdn.channels)
-        self.conv = list(conv.view(held))
-        shape = (layers, places, gdn.value_heads, gdn.key_dim, gdn.value_dim)
-        self.memory = list(memory.view(shape))
+        self.conv, self.memory = list(conv), list(memory)
+        self._whole = (conv, memory)
+        for whole in self._whole:
+            whole[:, places:].zero_()
+        self.spare_place = places
         self._free = list(range(places - 1, -1, -1))
         self._places: dict[int, int] = {}
         # Positions a sequence's state has seen.
         self._seen: dict[int, int] = {}
-        self._columns = torch.zeros((3, places), dtype=torch.int32)
-        self.rows = self._rows(0)
+        # numpy's, since torch's work may only be queued here.
+        self._columns = np.zeros((3, places), np.int32)
+        first, counts, where = (torch.from_numpy(column) for column in self._columns)
+        self._all_rows = StateRows(first, counts, where, places)
+        self.rows = replace(self._all_rows, rows=0)
 
-    def _take(self, nbytes: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        address = self._device.alloc(nbytes, label=label)
+    def _take(
+        self, space: TensorSpace, shape: tuple[int, ...], dtype: torch.dtype, label: str
+    ) -> torch.Tensor:
+        address = self._device.alloc(math.prod(shape) * dtype.itemsize, label=label)
         self._addresses.append(address)
-        raw = (ctypes.c_char * nbytes).from_address(address)
-        return torch.frombuffer(raw, dtype=dtype)
+        return space.view(address, shape, dtype)
 
     def begin(self, rows: Sequence[RowLike]) -> None:
         """Give every row its state for one step, zeroed where the row starts at position 0.
@@ -137,18 +153,19 @@ class StateArena:
             if place is None:
                 place = self._places[row.seq] = self._free.pop()
             if row.start == 0:
-                for layer in (*self.conv, *self.memory):
-                    layer[place].zero_()
+                for whole in self._whole:
+                    whole[:, place].zero_()
             # Until the step is over: `done` says where it got to.
             self._seen.pop(row.seq, None)
             columns.append((first, count, place))
             first += count
-        self._columns[:, : len(rows)] = torch.tensor(columns, dtype=torch.int32).T
-        self.rows = self._rows(len(rows))
+        self._columns[:, : len(rows)] = np.array(columns, np.int32).T
+        self.rows = replace(self._all_rows, rows=len(rows))
 
-    def _rows(self, count: int) -> StateRows:
-        first, counts, places = self._columns
-        return StateRows(first, counts, places, count)
+    @property
+    def held(self) -> npt.NDArray[np.int32]:
+        """int32 ``[rows]``: the places of the step in hand."""
+        return self._columns[2, : self.rows.rows]
 
     def done(self, rows: Sequence[RowLike]) -> None:
         """The step of these rows is over: their states have seen their tokens."""
@@ -164,6 +181,6 @@ class StateArena:
 
     def close(self) -> None:
         """Drop the tensors and free the memory, once. End the work that uses it first."""
-        self.conv, self.memory = [], []
+        self.conv, self.memory, self._whole = [], [], ()
         while self._addresses:
             self._device.free(self._addresses.pop())

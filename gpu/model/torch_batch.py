@@ -33,6 +33,7 @@ class DeviceBatch:
         lens: int32 ``[rows]``, keys the row's last token sees.
         tables: int32 ``[rows, blocks]``.
         picked: int64 ``[rows]``, the token of each row that is sampled from.
+        places: int64 ``[rows]``, where each row's recurrent state is.
         row_slots: address of int32 ``[tokens]``, slots for the LoRA kernels.
 
     Args:
@@ -53,6 +54,7 @@ class DeviceBatch:
             "positions": ((tokens,), torch.int64),
             "mapping": ((tokens,), torch.int64),
             "picked": ((rows,), torch.int64),
+            "places": ((rows,), torch.int64),
             "lens": ((rows,), torch.int32),
             "row_slots": ((tokens,), torch.int32),
             "tables": ((rows, blocks), torch.int32),
@@ -80,6 +82,7 @@ class DeviceBatch:
         self.tokens, self.positions = device_views["tokens"], device_views["positions"]
         self.mapping, self.lens = device_views["mapping"], device_views["lens"]
         self.tables, self.picked = device_views["tables"], device_views["picked"]
+        self.places = device_views["places"]
         self.row_slots = self._memory + offsets["row_slots"]
         self._at = host_views
 
@@ -91,8 +94,10 @@ class DeviceBatch:
         rows: int,
         kernel_slots: Sequence[int],
         picked: Sequence[int],
+        places: Sequence[int],
         padded: int,
         waste: int,
+        waste_place: int,
         stream: Stream,
     ) -> None:
         """Queue the copy of one step.
@@ -102,8 +107,9 @@ class DeviceBatch:
             n: its tokens. rows: its rows.
             kernel_slots: slot of each token for the kernels, -1 for none.
             picked: tokens that are sampled from.
+            places: of the rows' states; none in families without.
             padded: tokens (and rows) of a decode step with its padding, or ``n`` for others.
-            waste: the KV cell padding writes.
+            waste: the KV cell padding writes. waste_place: the state it moves.
         """
         at, extra = self._at, slice(n, padded)
         for name, source, pad in (
@@ -116,12 +122,14 @@ class DeviceBatch:
         at["row_slots"][:n] = kernel_slots
         at["row_slots"][extra] = -1
         at["picked"][: len(picked)] = picked
+        at["places"][: len(places)] = places
         at["lens"][:rows] = batch.lens.numpy()[batch.last]
         at["tables"][:rows] = batch.block_tables[:rows].numpy()
         used = rows
         if padded > n:
             # One key each: the one the padding row writes itself.
             at["lens"][rows:padded] = 1
+            at["places"][rows:padded] = waste_place
             at["tables"][rows:padded] = waste // BLOCK_TOKENS
             used = padded
         assert self._memory is not None and self._host is not None

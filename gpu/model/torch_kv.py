@@ -18,7 +18,8 @@ from .kv import MAX_BLOCKS, kv_bytes_per_block
 
 
 class TorchKv:
-    """Keys and values of every layer: ``[(num_blocks + 1) * 16, kv_heads, head_dim]`` each.
+    """Keys and values of every layer that attends, in the order of `ModelConfig.kv_layers`:
+    ``[(num_blocks + 1) * 16, kv_heads, head_dim]`` each.
 
     Attributes:
         waste_cell: where padding rows write.
@@ -56,10 +57,11 @@ class TorchKv:
         self.nbytes = (num_blocks + 1) * kv_bytes_per_block(config, dtype)
         self._address: int | None = device.alloc(self.nbytes, label="kv cache")
         cells = (num_blocks + 1) * BLOCK_TOKENS
-        shape = (config.num_layers, 2, cells, config.kv_heads, config.head_dim)
+        layers = len(config.kv_layers)
+        shape = (layers, 2, cells, config.kv_heads, config.head_dim)
         whole = space.view(self._address, shape, dtype)
-        self.keys = [whole[layer, 0] for layer in range(config.num_layers)]
-        self.values = [whole[layer, 1] for layer in range(config.num_layers)]
+        self.keys = [whole[layer, 0] for layer in range(layers)]
+        self.values = [whole[layer, 1] for layer in range(layers)]
         whole[:, :, self.waste_cell :] = 0
 
     def close(self) -> None:

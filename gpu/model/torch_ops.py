@@ -49,12 +49,14 @@ class TorchPacker:
         return TorchLinear(upload(weight), None if bias is None else upload(bias))
 
 
-def head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def head_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, one_plus: bool = False
+) -> torch.Tensor:
     """RMS norm of every head, or ``x`` itself without a weight. ``x``: ``[n, heads, head_dim]``."""
     if weight is None:
         return x
     out = torch.empty_like(x)
-    rms_norm_reference(x, weight, eps, out)
+    rms_norm_reference(x, weight, eps, out, one_plus=one_plus)
     return out
 
 
@@ -63,10 +65,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Args:
         x: ``[n, heads, head_dim]``.
-        cos, sin: ``[n, 1, head_dim / 2]``, of x's dtype.
+        cos, sin: ``[n, 1, rotary_dim / 2]``, of x's dtype; dimensions behind the rotated ones stay.
     """
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    half = cos.shape[-1]
+    low, high, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
 def attend_cells(

@@ -44,12 +44,12 @@ from .contract import (
 from .kv import blocks_within, spare_bytes
 from .linears import BaseLinears
 from .sampling import Choice, Sampler, SamplingParams
+from .states import StateArena
+from .torch_families import bind, check_family, read
 from .torch_kv import TorchKv
-from .torch_llama import TorchLlama, check_family
 from .torch_lora import DeviceGroups
-from .torch_ops import TorchPacker
 from .torch_step import StepRunner, rows_of_buckets
-from .weights import DtypeName, Weights, pack_weights
+from .weights import DtypeName, HybridWeights, Weights
 
 logger = logging.getLogger("rota.gpu.model.torch_runner")
 
@@ -65,7 +65,7 @@ class TorchRunner:
         device: Device,
         space: TensorSpace,
         config: ModelConfig,
-        weights: Weights,
+        weights: Weights | HybridWeights,
         dtype: torch.dtype,
         linears: BaseLinears,
         *,
@@ -84,6 +84,7 @@ class TorchRunner:
         self._adapters: Adapters | None = None
         self._groups: DeviceGroups | None = None
         self._kv: TorchKv | None = None
+        self._states: StateArena | None = None
         self._steps: StepRunner | None = None
         self.logits_sink: LogitsSink | None = None
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
@@ -111,6 +112,10 @@ class TorchRunner:
                         max_rows=1,
                         stream=self._stream,
                     )
+                if config.recurrent:
+                    self._states = StateArena(
+                        device, config, dtype, max_sequences, space=space, spare=1
+                    )
                 if num_blocks is None:
                     if kv_bytes is None:
                         kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
@@ -119,15 +124,15 @@ class TorchRunner:
                 context = min(config.context, num_blocks * BLOCK_TOKENS)
                 limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
                 self._batch = StepBatch(limits)
-                model = TorchLlama(config, weights, space, self._kv, positions=context)
                 self._steps = StepRunner(
                     device,
                     space,
                     self._stream,
                     config,
                     dtype,
-                    model,
+                    bind(config, weights, space, self._kv, self._states, context),
                     self._kv,
+                    self._states,
                     self._batch,
                     self._adapters,
                     GraphCache(device) if graphs and space.captures else None,
@@ -148,6 +153,8 @@ class TorchRunner:
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            recurrent=config.recurrent,
+            state_bytes=self._states.nbytes if self._states else 0,
         )
 
     @classmethod
@@ -185,17 +192,15 @@ class TorchRunner:
         config = load_config(path)
         check_family(config.family)
         chosen = open_space(device) if space is None else space
-        weights, packer = pack_weights(
-            path, config, dtype, lambda target: TorchPacker(chosen, target)
-        )
-        linears = BaseLinears(path, packer.dtype)
+        weights, served_in = read(path, config, dtype, chosen)
+        linears = BaseLinears(path, served_in)
         try:
             runner = cls(
                 device,
                 chosen,
                 config,
                 weights,
-                packer.dtype,
+                served_in,
                 linears,
                 max_loras=max_loras,
                 max_lora_rank=max_lora_rank,
@@ -230,7 +235,10 @@ class TorchRunner:
         with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
             for every_group in {False, self._adapters is not None}:
                 self._batch.fill([row])
+                if self._states is not None:
+                    self._states.begin([row])
                 steps.warm(every_group)
+        self.drop_state(row.seq)
         self._device.synchronize(self._stream)
         logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
 
@@ -242,11 +250,14 @@ class TorchRunner:
         self._sequences.open(seq, prompt, sampling)
 
     def close_sequence(self, seq: int) -> None:
-        """Forget the sampler state of ``seq``. Idempotent."""
+        """Forget sampler and recurrent state of ``seq``. Idempotent."""
         self._sequences.close(seq)
+        self.drop_state(seq)
 
     def drop_state(self, seq: int) -> None:
-        """Nothing: no family served here has a recurrent state."""
+        """See `Runner.drop_state`."""
+        if self._states is not None:
+            self._states.drop(seq)
 
     def spill(self, seq: int, blocks: Sequence[int]) -> None:
         """Refuse: no KV block spills from an accelerator, and ``info.spill_blocks`` says so.
@@ -324,6 +335,8 @@ class TorchRunner:
         seqs = [rows[i].seq for i in sampling]
         with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
             n = self._batch.fill(rows)
+            if self._states is not None:
+                self._states.begin(rows)
             logits, places = steps.run(rows, n, slots, sampling)
 
             def choose(chosen: list[int], samplers: list[Sampler]) -> list[Choice]:
@@ -332,6 +345,8 @@ class TorchRunner:
 
             choices = iter(self._sequences.choose(seqs, choose) if seqs else ())
             self._device.synchronize(self._stream)
+        if self._states is not None:
+            self._states.done(rows)
         if self.logits_sink is not None and logits is not None:
             self.logits_sink(seqs, logits.cpu()[places])
         return [
@@ -366,6 +381,8 @@ class TorchRunner:
                 stack.callback(self._adapters.close)
             if self._kv is not None:
                 stack.callback(self._kv.close)
+            if self._states is not None:
+                stack.callback(self._states.close)
             stack.callback(self._device.destroy_stream, self._stream)
             if self._steps is not None:
                 stack.callback(self._steps.close)

@@ -25,12 +25,14 @@ from .adapters import Adapters, LayerPlan
 from .batch import RowLike, StepBatch
 from .config import ModelConfig
 from .sampling import Choice, Sampler
+from .states import StateArena
 from .torch_batch import DeviceBatch
+from .torch_gdn import StateStep
 from .torch_kv import TorchKv
-from .torch_llama import Step, TorchLlama
 from .torch_lora import Chunk, SlotViews, StepDeltas, split_rows
-from .torch_ops import Attend, attend_cells, attend_chunk, cells_of
+from .torch_model import Step, TorchModel
 from .torch_overlay import Overlays
+from .torch_rows import MixedRows, StepRows, attend_singles
 from .torch_sampling import DeviceSampler
 
 logger = logging.getLogger("rota.gpu.model.torch_step")
@@ -66,17 +68,18 @@ class StepRunner:
         stream: Stream,
         config: ModelConfig,
         dtype: torch.dtype,
-        model: TorchLlama,
+        model: TorchModel,
         kv: TorchKv,
+        states: StateArena | None,
         batch: StepBatch,
         adapters: Adapters | None,
         graphs: GraphCache | None,
     ) -> None:
         self._device, self._space, self._stream = device, space, stream
-        self._model, self._kv, self._batch = model, kv, batch
+        self._model, self._kv, self._states, self._batch = model, kv, states, batch
         self._adapters, self._graphs = adapters, graphs
         self._scale, self._dtype = config.head_dim**-0.5, dtype
-        self._q_out = config.q_out
+        self._width = config.attn_out
         limits = batch.limits
         self._rows = rows_of_buckets(limits.max_sequences)
         self._blocks = batch.block_tables.shape[1]
@@ -168,14 +171,17 @@ class StepRunner:
     ) -> tuple[Chunk, ...]:
         assert self._arrays is not None
         kernel_slots, chunks = split_rows(lengths, slots)
+        states = self._states
         self._arrays.send(
             self._batch,
             n=len(kernel_slots),
             rows=len(lengths),
             kernel_slots=kernel_slots,
             picked=picked,
+            places=() if states is None else states.held.tolist(),
             padded=padded,
             waste=self._kv.waste_cell,
+            waste_place=0 if states is None else states.spare_place,
             stream=self._stream,
         )
         self._space.join(self._stream)
@@ -209,25 +215,22 @@ class StepRunner:
         """Queue a padded decode step; nothing here depends on values."""
         arrays, sampler = self._arrays, self._sampler
         assert arrays is not None and sampler is not None
-        attend = self._attend_rows(arrays.tables[:rows, :span], arrays.lens[:rows])
+        tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
+        attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
         plan = self._adapters.every_group() if routed and self._adapters is not None else None
+        states = None if self._states is None else StateStep(arrays.places[:rows])
         h = self._model.embed(arrays.tokens[:rows])
-        step = Step(arrays.positions[:rows], arrays.mapping[:rows], attend, self._deltas(plan, ()))
+        step = Step(
+            arrays.positions[:rows],
+            arrays.mapping[:rows],
+            attend,
+            self._deltas(plan, ()),
+            states,
+        )
         h = self._model.layers(h, step)
         logits = self._logits[:rows]
         logits.copy_(self._model.head(self._model.states(h)))
         sampler.greedy(logits)
-
-    def _attend_rows(self, tables: torch.Tensor, lens: torch.Tensor) -> Attend:
-        cells = cells_of(tables)
-        visible = torch.arange(cells.shape[1], device=cells.device) < lens[:, None]
-        cells = torch.where(visible, cells, self._kv.zero_cell)
-        mask, scale = visible[:, None, None], self._scale
-
-        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return attend_cells(q, keys, values, cells, mask, scale)
-
-        return attend
 
     def _deltas(
         self, plan: tuple[LayerPlan, ...] | None, chunks: tuple[Chunk, ...]
@@ -257,7 +260,8 @@ class StepRunner:
         arrays, sampler, model = self._arrays, self._sampler, self._model
         assert arrays is not None and sampler is not None
         picked = [self._batch.last[i] for i in sampling]
-        lengths = [len(row.tokens) for row in rows]
+        by_kind = StepRows.of(rows)
+        lengths = by_kind.lengths
         chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
         plan = None
         if self._adapters is not None:
@@ -270,8 +274,16 @@ class StepRunner:
             self._overlays.embeddings(
                 overlaid, self._batch.slots, self._batch.tokens[:n].numpy(), h
             )
-        attend = self._attend_mixed(rows, lengths, n)
-        step = Step(arrays.positions[:n], arrays.mapping[:n], attend, self._deltas(plan, chunks))
+        mixed = MixedRows(
+            arrays, by_kind, zero=self._kv.zero_cell, scale=self._scale, width=self._width
+        )
+        step = Step(
+            arrays.positions[:n],
+            arrays.mapping[:n],
+            mixed.attend(),
+            self._deltas(plan, chunks),
+            None if self._states is None else mixed.states(self._states.held.tolist()),
+        )
         h = model.layers(h, step)
         if not sampling:
             return None, []
@@ -283,43 +295,6 @@ class StepRunner:
             self._overlays.logits(overlaid, own_slots, states, logits)
         sampler.greedy(logits)
         return logits, list(range(len(picked)))
-
-    def _attend_mixed(self, rows: Sequence[RowLike], lengths: list[int], n: int) -> Attend:
-        """Rows of one token together, chunks one by one."""
-        arrays = self._arrays
-        assert arrays is not None
-        single: list[int] = []
-        tokens: list[int] = []
-        chunks: list[tuple[int, int, int, torch.Tensor]] = []
-        at = 0
-        for index, (row, count) in enumerate(zip(rows, lengths, strict=True)):
-            if count == 1:
-                single.append(index)
-                tokens.append(at)
-            else:
-                seen = row.start + count
-                used = -(-seen // BLOCK_TOKENS)
-                cells = cells_of(arrays.tables[index : index + 1, :used])[0, :seen]
-                chunks.append((at, at + count, row.start, cells))
-            at += count
-        decode, where = None, None
-        if single:
-            longest = max(rows[i].start for i in single) // BLOCK_TOKENS + 1
-            chosen = torch.tensor(single).to(arrays.tables.device)
-            where = torch.tensor(tokens).to(arrays.tables.device)
-            tables = arrays.tables[:, :longest].index_select(0, chosen)
-            decode = self._attend_rows(tables, arrays.lens.index_select(0, chosen))
-        width, scale = self._q_out, self._scale
-
-        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            out = q.new_empty((n, width))
-            if decode is not None and where is not None:
-                out.index_copy_(0, where, decode(q.index_select(0, where), keys, values))
-            for begin, end, start, cells in chunks:
-                out[begin:end] = attend_chunk(q[begin:end], keys, values, cells, start, scale)
-            return out
-
-        return attend
 
     # Life time
 

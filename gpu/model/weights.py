@@ -148,11 +148,20 @@ PackerT = TypeVar("PackerT", bound=Packer)
 
 def pack_weights(
     model_dir: Path, config: ModelConfig, dtype: DtypeName, packer: Callable[[torch.dtype], PackerT]
-) -> tuple[Weights, PackerT]:
-    """`load_weights` for another packer, made once the engine's dtype is known."""
+) -> tuple[Weights | HybridWeights, PackerT]:
+    """The weights of any family for a packer that is made once the engine's dtype is known.
+
+    Raises:
+        ModelError: as `load_weights` and `load_hybrid_weights`.
+    """
     with Checkpoint(model_dir) as checkpoint:
+        if config.gated:
+            checkpoint.rename(text_name)
         made = packer(engine_dtype(checkpoint, dtype))
-        return _load(TensorLoader(checkpoint, made), config, _layer), made
+        loader = TensorLoader(checkpoint, made)
+        if config.gated:
+            return _load(loader, config, hybrid_layer), made
+        return _load(loader, config, _layer), made
 
 
 def load_hybrid_weights(

@@ -24,6 +24,10 @@ OPTIONS = {
     "max_sequences": 4,
 }
 PROMPTS = ([44, 54, 99], [14, 50], [102, 37, 66, 50], [6, 5, 38])
+CASES = {
+    "llama": ("attn_mlp_r8", "rslora_r16_bf16", "attn_mlp_r8"),
+    "qwen35": ("gdn_all_r4", "rslora_r16_bf16", "all_linear"),
+}
 MIXES = ((0, -1, 1, 0), (-1, 1, 1, 2), (2, 2, 0, -1), (-1, -1, -1, -1))
 
 
@@ -63,10 +67,10 @@ def on_driver(cuda_machine, driver, data_dir):
 
     opened = []
 
-    def make(dtype, **more):
+    def make(dtype, family="llama", **more):
         device = cuda_machine.open(checked=True)
         space = QueueSpace(device, driver)
-        folder = data_dir / "oracle" / "llama"
+        folder = data_dir / "oracle" / family
         runner = TorchRunner.load(
             folder / "base", device, dtype=dtype, space=space, **(OPTIONS | more)
         )
@@ -85,8 +89,8 @@ def on_host(data_dir):
     """The same on the host."""
     opened = []
 
-    def make(dtype):
-        folder = data_dir / "oracle" / "llama"
+    def make(dtype, family="llama"):
+        folder = data_dir / "oracle" / family
         runner = Runner.load(folder / "base", HostDevice(), dtype=dtype, affine=False, **OPTIONS)
         opened.append(runner)
         return Served(runner, folder)
@@ -96,14 +100,22 @@ def on_host(data_dir):
         runner.close()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, dtype, bound):
-    here, space, _ = on_driver(dtype)
-    there = on_host(dtype)
+@pytest.mark.parametrize(
+    ("family", "dtype", "bound"),
+    [
+        ("llama", "float32", 1e-5),
+        ("llama", "bfloat16", 0.05),
+        ("qwen35", "float32", 1e-4),
+    ],
+)
+def test_decode_steps_replay_from_graphs_and_equal_the_host(
+    on_driver, on_host, family, dtype, bound
+):
+    here, space, _ = on_driver(dtype, family)
+    there = on_host(dtype, family)
     for served in (here, there):
-        served.commit(0, "attn_mlp_r8")
-        served.commit(1, "rslora_r16_bf16")
-        served.commit(2, "attn_mlp_r8")
+        for slot, case in enumerate(CASES[family]):
+            served.commit(slot, case)
     for mix in MIXES:
         fed = [list(prompt) for prompt in PROMPTS]
         start = [0] * 4

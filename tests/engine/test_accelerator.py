@@ -15,7 +15,7 @@ from rota.gpu.host import HostDevice
 from rota.sched import lifecycle
 
 SMALL: dict[str, Any] = {"max_loras": 2, "max_lora_rank": 16, "kv_bytes": 1 << 20}
-HYBRID = Path(__file__).resolve().parents[1] / "data" / "oracle" / "qwen35" / "base"
+HYBRID = Path(__file__).resolve().parents[1] / "data" / "oracle" / "qwen35_moe" / "base"
 
 
 class Far(HostDevice):

@@ -12,7 +12,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.sampling import Sampler, SamplingParams
-from rota.gpu.model.torch_llama import check_family
+from rota.gpu.model.torch_families import check_family
 from rota.gpu.model.torch_lora import GEMM_TOKENS, split_rows
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.gpu.model.torch_sampling import draw
@@ -215,7 +215,7 @@ def test_buckets_and_spans():
 
 def test_other_families_are_refused_by_name():
     with pytest.raises(ModelError) as caught:
-        check_family("qwen3_5")
+        check_family("qwen3_5_moe")
     assert caught.value.code == "family-not-on-device"
 
 
