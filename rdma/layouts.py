@@ -49,7 +49,15 @@ def layout_spec(layout: SlotLayout) -> LayoutSpec:
         for field in dataclasses.fields(layout.dims)
         for value in (getattr(layout.dims, field.name),)
     }
-    return LayoutSpec(dims, layout.max_rank, layout.elem.value, layout.overlay_rows, layout.affine)
+    return LayoutSpec(
+        dims,
+        layout.max_rank,
+        layout.elem.value,
+        layout.overlay_rows,
+        layout.affine,
+        layout.expert_rank,
+        layout.embedding_rank,
+    )
 
 
 def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
@@ -70,7 +78,15 @@ def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
         dims = ModelDims(**values)
         if dims.num_layers > MAX_LAYERS:
             raise ValueError(f"more than {MAX_LAYERS} layers")
-        layout = SlotLayout(dims, spec.max_rank, Elem(spec.elem), spec.overlay_rows, spec.affine)
+        layout = SlotLayout(
+            dims,
+            spec.max_rank,
+            Elem(spec.elem),
+            spec.overlay_rows,
+            spec.affine,
+            spec.expert_rank,
+            spec.embedding_rank,
+        )
         slot_bytes = layout.slot_bytes
     except (ModelError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise RequestError(

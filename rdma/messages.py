@@ -119,6 +119,8 @@ class LayoutSpec(Message, frozen=True):
     elem: Annotated[str, Meta(max_length=8)]
     overlay_rows: Annotated[int, Meta(ge=0, le=1 << 20)]
     affine: bool
+    expert_rank: Annotated[int, Meta(ge=0, le=4096)] = 0
+    embedding_rank: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Pack(Message, frozen=True):

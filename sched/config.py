@@ -15,7 +15,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
     ``overlay_rows``: embedding and head rows a slot may override. ``affine``: room in each slot for
     DoRA's factors and for biases (eight bytes per output). ``expert_adapters``: room in each slot
-    for pairs of every routed expert, at ``max_lora_rank``. ``kv_bytes``: KV memory, or
+    for pairs of every routed expert, of ranks up to ``max_expert_rank`` (0: ``max_lora_rank``).
+    ``max_embedding_rank``: the largest rank of low-rank embed_tokens and lm_head (0: no room, they
+    are refused). ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
     ``spill_bytes``: host memory for KV blocks of preempted sequences; what finds no room is
@@ -29,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlay_rows: _Count = 0
     affine: bool = True
     expert_adapters: bool = False
+    max_expert_rank: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    max_embedding_rank: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_bytes: _Positive | None = None

@@ -20,6 +20,7 @@ from ..gpu.lora.config import PeftConfig, parse_config
 from ..gpu.lora.inspection import (
     StandIn,
     guess_layout,
+    has_token_factors,
     module_rows,
     needs_model,
     own_bytes,
@@ -163,7 +164,9 @@ def _layout(args: argparse.Namespace, config: PeftConfig, tensors: list[Tensor])
         rank = args.max_lora_rank
     if args.overlay_rows is not None:
         rows = args.overlay_rows
-    return SlotLayout(dims, rank, Elem.BF16, rows, affine=True)
+    # Room for token matrices only where the adapter has factors of them: most engines have none.
+    tokens = rank if has_token_factors(tensors) else 0
+    return SlotLayout(dims, rank, Elem.BF16, rows, affine=True, embedding_rank=tokens)
 
 
 def _keys(tensors: list[Tensor], layout: SlotLayout) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
-from ..errors import ModelError
+from ..errors import DeviceError, ModelError
 from ..gpu.device import Device, open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.source import AdapterSource
@@ -166,9 +166,9 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
     try:
         if not device.host_addressable:
             return _load_on_accelerator(config, model_dir, device)
-    except ModelError as error:
+    except (ModelError, DeviceError) as error:
         device.close()
-        if config.device != "auto" or error.code != "family-not-on-device":
+        if config.device != "auto" or error.code not in _HOST_INSTEAD:
             raise
         _log.warning("the host serves: %s", error)
         device = open_device("cpu")
@@ -185,6 +185,8 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
             overlay_rows=config.overlay_rows,
             affine=config.affine,
             expert_adapters=config.expert_adapters,
+            max_expert_rank=config.max_expert_rank,
+            max_embedding_rank=config.max_embedding_rank,
             kv_bytes=config.kv_bytes,
             max_step_tokens=_step_tokens(config),
             max_sequences=config.max_running,
@@ -196,7 +198,20 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
         raise
 
 
+_HOST_INSTEAD: Final = ("family-not-on-device", "option-not-on-device")
+"""What only the host serves; with device "auto" it does."""
+
+
 def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) -> TorchRunner:
+    for option in ("expert_adapters", "max_embedding_rank"):
+        if getattr(config, option):
+            raise DeviceError(
+                "adapters of this kind are not served on an accelerator yet",
+                code="option-not-on-device",
+                subject=option,
+                expected='device="cpu", or the option left out',
+                found=str(getattr(config, option)),
+            )
     return TorchRunner.load(
         model_dir,
         device,

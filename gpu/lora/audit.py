@@ -16,13 +16,14 @@ from ...errors import RejectError
 from .affine import Vectors, plan_affine
 from .config import PeftConfig, match_name
 from .dims import LoraModule
-from .experts import no_room, parameter_name, take_apart
+from .experts import experts_too_wide, no_room, parameter_name, take_apart
 from .fused import split_fused
-from .keys import FUSED, ExpertsKey, FusedKey, Half, OverlayKey, PairKey, classify
+from .keys import FUSED, ExpertsKey, Half, OverlayKey, PairKey, classify
 from .layout import SlotLayout
 from .overlay import BaseRows, OverlayPlan, plan_overlay
 from .pack import PairTensors
 from .safefile import Tensor
+from .tokens import TOKEN_LEAVES, Key, check_factors, check_target, follows_embedding
 from .values import check_finite
 
 MAX_LISTED = 8
@@ -39,7 +40,6 @@ _GDN_LEAVES: Final = frozenset(
         "conv1d",
     )
 )
-_EMBEDDING_LEAVES: Final = frozenset(("embed_tokens", "lm_head"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ def audit(
     """
     check_targets(config, layout)
     keys = _classify_all(tensors, layout)
+    adapted = check_factors(keys, tensors, config, layout)
     parts: dict[int, dict[Half, tuple[PairKey, Tensor]]] = {}
     overlays: dict[OverlayKey, Tensor] = {}
     wrapped: dict[ExpertsKey, Tensor] = {}
@@ -74,7 +75,7 @@ def audit(
     for key, tensor in zip(keys, tensors, strict=True):
         names.add(key.adapter_name)
         if isinstance(key, OverlayKey):
-            if any(o.leaf == key.leaf and o.kind == key.kind for o in overlays):
+            if any((o.leaf, o.kind) == (key.leaf, key.kind) for o in overlays):
                 raise _duplicate(tensor)
             overlays[key] = tensor
             continue
@@ -102,7 +103,7 @@ def audit(
     ]
     notes = _check_matched(config, factors, layout)
     peaks = check_finite(tensors, layout.elem)
-    overlay = plan_overlay(config, overlays, layout, base_rows)
+    overlay = plan_overlay(config, overlays, layout, base_rows, adapted)
     vectors = plan_affine(
         config,
         {i: {half: tensor for half, (_, tensor) in found.items()} for i, found in parts.items()},
@@ -148,12 +149,13 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
     leaves |= {leaf for (_, leaf), parts in FUSED.items() if parts[0] in modules}
     for target in config.target_modules or ():
         leaf = target.rpartition(".")[2]
+        if leaf in TOKEN_LEAVES:
+            check_target(target, config, layout)
+            continue
         if leaf in leaves:
             continue
         code, why = "unknown_module", "the model has no module of this name"
-        if leaf in _EMBEDDING_LEAVES:
-            code, why = "embedding", "low-rank embeddings are not served"
-        elif leaf in _GDN_LEAVES:
+        if leaf in _GDN_LEAVES:
             code, why = "gdn", "the model has no gated delta net module of this name"
         elif leaf in _EVERY_LEAF:
             code, why = "unsupported-target", "this model has no such module"
@@ -166,13 +168,11 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
         )
 
 
-def _classify_all(
-    tensors: Sequence[Tensor], layout: SlotLayout
-) -> list[PairKey | FusedKey | ExpertsKey | OverlayKey]:
-    known, keys = layout.known_keys, list[PairKey | FusedKey | ExpertsKey | OverlayKey]()
+def _classify_all(tensors: Sequence[Tensor], layout: SlotLayout) -> list[Key]:
+    known, keys = layout.known_keys, list[Key]()
     refusals: list[RejectError] = []
     for tensor in tensors:
-        key: PairKey | FusedKey | ExpertsKey | OverlayKey | None = known.get(tensor.key)
+        key: Key | None = known.get(tensor.key)
         if key is None:
             try:
                 key = classify(tensor.key, layout.dims)
@@ -261,6 +261,8 @@ def _check_pair(
             expected=f"r = {rank}",
             found=f"A has {a.shape[0]} rows, B has {b.shape[1]} columns",
         )
+    if rank > place.max_rank:  # below the pool's: only experts have less than others
+        raise experts_too_wide(a, rank, layout)
     return PairTensors(index, a, b, rank, scale)
 
 
@@ -321,7 +323,7 @@ def _check_matched(
             matched.add(leaf)
             continue
         hits = [t for t in targets if match_name(key.module_name, (t,)) is not None]
-        if not hits:
+        if not hits and not follows_embedding(key, config, layout):
             raise RejectError(
                 "a tensor of a module that target_modules does not name",
                 code="untargeted-tensor",
@@ -338,6 +340,9 @@ def _check_matched(
         if target in matched:
             continue
         leaf = target.rpartition(".")[2]
+        if leaf in config.modules_to_save:
+            notes.append(f"target {target[:80]} is saved whole: it has no factors")
+            continue
         excused = config.excludes_by_regex or any(
             e == target or e.rpartition(".")[2] == leaf for e in excludes
         )

@@ -37,6 +37,8 @@ class LoraModule(IntEnum):
     EXPERT_GATE_PROJ = 17
     EXPERT_UP_PROJ = 18
     EXPERT_DOWN_PROJ = 19
+    EMBED_TOKENS = 20
+    LM_HEAD = 21
 
     @property
     def label(self) -> str:
@@ -52,6 +54,8 @@ class LoraModule(IntEnum):
             return "linear_attn"
         if self in _EXPERTS:
             return "mlp.experts"
+        if self in TOKEN_MODULES:
+            return ""
         return "mlp.shared_expert" if self in _SHARED else "mlp"
 
     @property
@@ -67,9 +71,9 @@ class LoraModule(IntEnum):
     def path(self) -> str:
         """Dotted path inside a layer, e.g. ``"mlp.shared_expert.up_proj"``.
 
-        Of an expert's module without the expert's number.
+        Of an expert's module without the expert's number; of a token matrix its name alone.
         """
-        return f"{self.parent}.{self.leaf}"
+        return f"{self.parent}.{self.leaf}" if self.parent else self.leaf
 
 
 _M = LoraModule
@@ -80,6 +84,10 @@ _DELTA_NET = frozenset(
 )
 _EXPERTS = frozenset((_M.EXPERT_GATE_PROJ, _M.EXPERT_UP_PROJ, _M.EXPERT_DOWN_PROJ))
 _SHARED = frozenset((_M.SHARED_GATE_PROJ, _M.SHARED_UP_PROJ, _M.SHARED_DOWN_PROJ))
+EXPERT_MODULES = _EXPERTS
+TOKEN_MODULES = (_M.EMBED_TOKENS, _M.LM_HEAD)
+"""The matrices over the vocabulary: of no layer, in walk order. A pair of EMBED_TOKENS is one of
+the transposed embedding, ``[hidden, vocab]`` (as PEFT's lora_embedding_A and _B are shaped)."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class ModelDims:
         dense feed-forward modules in models without experts, the others in models with them.
         ``layer`` outside ``0..num_layers-1`` is False.
         """
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= layer < self.num_layers or module in TOKEN_MODULES:
             return False
         if module in _ATTENTION or module in _DELTA_NET:
             return (layer in self._linear) == (module in _DELTA_NET)
@@ -181,12 +189,6 @@ class ModelDims:
         """How many pairs one layer has of ``module``: one, or one an expert."""
         return self.experts if module in _EXPERTS else 1
 
-    @property
-    def expert_elements(self) -> int:
-        """Elements that pairs of rank 1 of all routed experts would take."""
-        each = 3 * (self.hidden + self.expert_inner)
-        return self.num_layers * self.experts * each
-
     @cached_property
     def modules(self) -> tuple[LoraModule, ...]:
         """The modules that exist in at least one layer, in walk order."""
@@ -196,7 +198,7 @@ class ModelDims:
         return tuple(m for m in _M if any(self.applies_to_layer(layer, m) for layer in kinds))
 
     def shape(self, module: LoraModule) -> tuple[int, int]:
-        """``(out, in)`` of the module's weight, as in a checkpoint."""
+        """``(out, in)`` of the module's weight, as in a checkpoint (but see `TOKEN_MODULES`)."""
         return {
             _M.Q_PROJ: (self.q_out, self.hidden),
             _M.K_PROJ: (self.kv_out, self.hidden),
@@ -218,4 +220,6 @@ class ModelDims:
             _M.EXPERT_GATE_PROJ: (self.expert_inner, self.hidden),
             _M.EXPERT_UP_PROJ: (self.expert_inner, self.hidden),
             _M.EXPERT_DOWN_PROJ: (self.hidden, self.expert_inner),
+            _M.EMBED_TOKENS: (self.hidden, self.vocab),
+            _M.LM_HEAD: (self.vocab, self.hidden),
         }[module]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...errors import RejectError
 from .config import PeftConfig, match_name
-from .dims import LoraModule
+from .dims import EXPERT_MODULES, LoraModule
 from .keys import ExpertsKey, Half, PairKey
 from .layout import SlotLayout
 from .pack import file_array
@@ -149,11 +149,25 @@ def _unpaired(tensor: Tensor, half: str) -> RejectError:
     )
 
 
+def experts_too_wide(tensor: Tensor, rank: int, layout: SlotLayout) -> RejectError:
+    """The refusal of expert factors of a higher rank than slots have room for."""
+    room = layout.rank_of(LoraModule.EXPERT_DOWN_PROJ)
+    need = layout.bytes_for(EXPERT_MODULES, rank) - layout.bytes_for(EXPERT_MODULES, room)
+    return RejectError(
+        "slots have no room for expert factors of this rank",
+        code="expert-lora-no-room",
+        subject=tensor.key,
+        expected=f"a max_expert_rank of at least {rank}, which takes {need} bytes more in each "
+        "slot",
+        found=f"max_expert_rank {room}",
+    )
+
+
 def no_room(refusal: RejectError, layout: SlotLayout) -> RejectError:
     """A refusal of expert factors with the bytes a slot would need for them."""
     if refusal.code != "expert-lora-no-room":
         return refusal
-    need = layout.dims.expert_elements * layout.stride * layout.elem.size
+    need = layout.bytes_for(EXPERT_MODULES, layout.max_rank)
     return RejectError(
         refusal.message,
         code="expert-lora-no-room",

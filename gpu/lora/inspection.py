@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from ...errors import RejectError
 from .config import PeftConfig
-from .dims import LoraModule, ModelDims
+from .dims import TOKEN_MODULES, LoraModule, ModelDims
 from .image import SlotImage
 from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey, classify
 from .layout import MAX_RANK_LIMIT, SlotLayout
+from .pack import file_array
 from .report import delta_norms
 from .safefile import Tensor
 
@@ -79,6 +80,14 @@ def needs_model(tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
+def has_token_factors(tensors: Sequence[Tensor]) -> bool:
+    """True where a key names low-rank factors of embed_tokens or lm_head."""
+    return any(
+        "lora_" in tensor.key and any(f"{m.leaf}.lora_" in tensor.key for m in TOKEN_MODULES)
+        for tensor in tensors
+    )
+
+
 def guess_layout(config: PeftConfig, tensors: Sequence[Tensor]) -> SlotLayout:
     """A layout of the smallest dense base the adapter could be of, with room for all it brings.
 
@@ -98,9 +107,15 @@ def guess_layout(config: PeftConfig, tensors: Sequence[Tensor]) -> SlotLayout:
             continue
         if isinstance(key, OverlayKey):
             hidden = hidden or tensor.shape[1]
-            vocab = max(vocab, tensor.shape[0] if key.kind == "full" else 0)
+            vocab = max(vocab, tensor.shape[0] if key.kind != "rows" else 0)
             continue
         if isinstance(key, ExpertsKey):  # never of a dense base
+            continue
+        if isinstance(key, PairKey) and key.module in TOKEN_MODULES:
+            # A is [r, vocab] of the embedding and [r, hidden] of the head, B the other way round.
+            wide = (key.module is LoraModule.EMBED_TOKENS) == (key.half == "A")
+            length = tensor.shape[1 if key.half == "A" else 0]
+            vocab, hidden = max(vocab, length if wide else 0), hidden or (0 if wide else length)
             continue
         layers = max(layers, key.layer + 1)
         for module in key.modules if isinstance(key, FusedKey) else (key.module,):
@@ -122,9 +137,11 @@ def guess_layout(config: PeftConfig, tensors: Sequence[Tensor]) -> SlotLayout:
         attn_in=ins.get(m.O_PROJ) or outs.get(m.Q_PROJ) or hidden,
         intermediate=outs.get(m.GATE_PROJ) or outs.get(m.UP_PROJ) or ins.get(m.DOWN_PROJ) or hidden,
         vocab=max(vocab, 1),
+        tied=config.ensure_weight_tying,
     )
     rank = max([config.r, *(int(p.value) for p in config.rank_pattern)])
-    return SlotLayout(dims, min(rank, MAX_RANK_LIMIT), overlay_rows=vocab, affine=True)
+    rank = min(rank, MAX_RANK_LIMIT)
+    return SlotLayout(dims, rank, overlay_rows=vocab, affine=True)
 
 
 class StandIn:
@@ -137,6 +154,7 @@ class StandIn:
     def __init__(self, layout: SlotLayout, tensors: Sequence[Tensor]) -> None:
         self._layout = layout
         self._biased: set[tuple[int, LoraModule]] = set()
+        self._copies: dict[str, npt.NDArray[np.generic]] = {}
         for tensor in tensors:
             try:
                 key = classify(tensor.key, layout.dims)
@@ -144,6 +162,8 @@ class StandIn:
                 continue
             if isinstance(key, PairKey) and key.half == "bias":
                 self._biased.add((key.layer, key.module))
+            if isinstance(key, OverlayKey) and key.kind == "base":
+                self._copies[key.leaf] = file_array(tensor)
 
     def rows(
         self, layer: int, module: LoraModule, start: int, stop: int
@@ -158,10 +178,17 @@ class StandIn:
         return np.zeros(self._layout.dims.shape(module)[0], np.float32)
 
     def embed(self) -> npt.NDArray[np.generic]:
-        """Zeros, ``[vocab, hidden]``."""
-        return np.zeros((self._layout.dims.vocab, self._layout.dims.hidden), np.float32)
+        """``[vocab, hidden]``: the copy the adapter brings, or zeros."""
+        return self._matrix("embed_tokens")
 
-    head = embed
+    def head(self) -> npt.NDArray[np.generic]:
+        """As `embed`."""
+        return self._matrix("lm_head")
+
+    def _matrix(self, leaf: str) -> npt.NDArray[np.generic]:
+        shape = (self._layout.dims.vocab, self._layout.dims.hidden)
+        copy = self._copies.get(leaf)
+        return np.zeros(shape, np.float32) if copy is None or copy.shape != shape else copy
 
 
 def module_rows(image: SlotImage, layout: SlotLayout) -> tuple[tuple[ModuleRow, ...], list[float]]:
@@ -172,7 +199,8 @@ def module_rows(image: SlotImage, layout: SlotLayout) -> tuple[tuple[ModuleRow, 
     for index, pair in enumerate(layout.pairs):
         if image.present[index]:
             found.setdefault(pair.module, []).append(index)
-            layers[pair.layer] += float(norms[index]) ** 2
+            if pair.module not in TOKEN_MODULES:
+                layers[pair.layer] += float(norms[index]) ** 2
     rows = tuple(
         ModuleRow(
             module.label,
@@ -190,7 +218,7 @@ def own_bytes(image: SlotImage, layout: SlotLayout) -> int:
     """Bytes a slot of ``layout`` needs for the kinds of modules the adapter has, in all layers."""
     kinds = {pair.module for pair, there in zip(layout.pairs, image.present, strict=True) if there}
     return sum(
-        layout.stride * (pair.k_in + pair.n_out) * layout.elem.size
+        pair.stride * (pair.k_in + pair.n_out) * layout.elem.size
         for pair in layout.pairs
         if pair.module in kinds
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ...errors import RejectError
-from .dims import LoraModule, ModelDims
+from .dims import TOKEN_MODULES, LoraModule, ModelDims
 
 Half = Literal["A", "B", "magnitude", "lora_bias", "bias"]
 """What a tensor is to its pair: a factor, DoRA's magnitude, the bias of B, or the module's own bias
@@ -22,7 +22,8 @@ _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 _ROOTS: Final = ("model", "language_model")
 MAX_ROOTS = 4
 MAX_INDEX_DIGITS = 6
-_BY_PATH: Final = {m.path: m for m in LoraModule}
+_BY_PATH: Final = {m.path: m for m in LoraModule if m not in TOKEN_MODULES}
+_TOKENS: Final = {m.leaf: m for m in TOKEN_MODULES}
 _GDN_PARENT: Final = "linear_attn"
 _EXPERT_LEAVES: Final = {
     m.leaf: m
@@ -38,7 +39,7 @@ FUSED: Final = {
 @dataclass(frozen=True, slots=True)
 class PairKey:
     """One tensor of a pair. ``module_name`` is the dotted name PEFT matches targets and patterns
-    on."""
+    on; ``layer`` of a token matrix is the number of layers."""
 
     layer: int
     module: LoraModule
@@ -75,10 +76,13 @@ class FusedKey:
 
 @dataclass(frozen=True, slots=True)
 class OverlayKey:
-    """A whole matrix (``kind`` "full") or replaced rows ("rows") of embed_tokens or lm_head."""
+    """A whole matrix (``kind`` "full") or replaced rows ("rows") of embed_tokens or lm_head.
+
+    "base": the base's own matrix, which PEFT saves beside low-rank factors of it.
+    """
 
     leaf: Literal["embed_tokens", "lm_head"]
-    kind: Literal["full", "rows"]
+    kind: Literal["full", "rows", "base"]
     adapter_name: str | None = None
 
 
@@ -86,6 +90,8 @@ class OverlayKey:
 _PARAMETERS: Final[dict[str, dict[tuple[str, ...], Half]]] = {
     "lora_A": {("weight",): "A"},
     "lora_B": {("weight",): "B", ("bias",): "lora_bias"},
+    "lora_embedding_A": {("weight",): "A", (): "A"},
+    "lora_embedding_B": {("weight",): "B", (): "B"},
     "lora_magnitude_vector": {("weight",): "magnitude", (): "magnitude"},
 }
 
@@ -119,9 +125,13 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | Ove
         return overlay
     if not peft and not any(part.startswith("lora_") for part in parts):
         raise _refuse("not-peft-key", "the key is not one a PEFT adapter has", key)
-    if any(part.startswith("lora_embedding_") for part in parts):
-        raise _refuse("embedding-lora", "low-rank embeddings are not served", key)
     half, adapter_name, module_parts = _half(parts, key)
+    token = _token(module_parts)
+    if any(part.startswith("lora_embedding_") for part in parts):
+        if token is not LoraModule.EMBED_TOKENS:
+            raise _refuse("embedding-lora", "factors of an embedding the model has not", key)
+    if token is not None and half != "bias":
+        return PairKey(dims.num_layers, token, half, ".".join(module_parts), adapter_name)
     if "layers" not in module_parts:
         raise _refuse("non-layer-module", "the module is not in a decoder layer", key)
     place = module_parts.index("layers")
@@ -215,11 +225,22 @@ def _expert(
     return PairKey(layer, module, half, name, adapter_name, expert)
 
 
-def _overlay(parts: list[str]) -> OverlayKey | None:
-    """The overlay place of a key outside the layers, or ``None``."""
+def _without_roots(parts: list[str]) -> list[str]:
     rest = list(parts)
     while rest and rest[0] in _ROOTS and len(parts) - len(rest) < MAX_ROOTS:
         rest = rest[1:]
+    return rest
+
+
+def _token(module_parts: list[str]) -> LoraModule | None:
+    """The token matrix a module path names, or ``None``."""
+    rest = _without_roots(module_parts)
+    return _TOKENS.get(rest[0]) if len(rest) == 1 else None
+
+
+def _overlay(parts: list[str]) -> OverlayKey | None:
+    """The overlay place of a key outside the layers, or ``None``."""
+    rest = _without_roots(parts)
     if not rest:
         return None
     for leaf in ("embed_tokens", "lm_head"):
@@ -230,6 +251,8 @@ def _overlay(parts: list[str]) -> OverlayKey | None:
             tail, name = ["modules_to_save", "weight"], tail[1]
         if tail in (["weight"], ["modules_to_save", "weight"]):
             return OverlayKey(leaf, "full", name)
+        if tail == ["base_layer", "weight"]:
+            return OverlayKey(leaf, "base")
         if tail[:2] == ["token_adapter", "trainable_tokens_delta"] and len(tail) <= 3:
             name = tail[2] if len(tail) == 3 else None
             return OverlayKey(leaf, "rows", name)

@@ -5,13 +5,16 @@ advance all pack by it, so equal fingerprints mean equal bytes.
 
 Invariants: for layer ascending, for module in walk order where the dims apply: region A ``[R, in]``
 row-major, then region B ``[out, R]`` row-major, R = max_rank rounded up to 8, so that every
-row of A and B starts on a 16-byte boundary. After the pairs, the optional affine region: per pair
-two vectors, mul and add, fp32 ``[out]``, each on a 16-byte boundary. Last, an optional overlay.
+row of A and B starts on a 16-byte boundary. Pairs of routed experts may have a smaller R of their
+own; after the layers, optionally, come the pairs of the token matrices, with an R of their own.
+After the pairs, the optional affine region: per pair two vectors, mul and add, fp32 ``[out]``, each
+on a 16-byte boundary. Last, an optional overlay.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ModelError
-from .dims import LoraModule, ModelDims
+from .dims import EXPERT_MODULES, TOKEN_MODULES, LoraModule, ModelDims
 from .keys import PairKey, canonical_keys
 
 ROUND_ELEMENTS = 8
@@ -51,7 +54,9 @@ class Elem(Enum):
 class Pair:
     """One (layer, module) place. ``a_off``, ``b_off``: bytes from the slot's start.
 
-    ``k_in`` is the columns of A, ``n_out`` the rows of B; A is ``[R, k_in]``, B is ``[n_out, R]``.
+    ``k_in`` is the columns of A, ``n_out`` the rows of B; A is ``[R, k_in]``, B is ``[n_out, R]``
+    with R = ``stride``. ``max_rank``: the largest rank this place takes. ``layer`` of a token
+    matrix is the number of layers.
     """
 
     layer: int
@@ -60,6 +65,8 @@ class Pair:
     b_off: int
     k_in: int
     n_out: int
+    stride: int
+    max_rank: int
     expert: int = 0
 
 
@@ -97,6 +104,8 @@ class SlotLayout:
         elem: element type.
         overlay_rows: token rows an adapter may replace, per matrix (0 = no overlay region).
         affine: room for one factor and one offset per output of every pair (DoRA, biases).
+        expert_rank: largest rank of routed experts where that is less than max_rank; 0 = max_rank.
+        embedding_rank: largest rank of embed_tokens and lm_head, at most max_rank; 0 = no room.
 
     Raises:
         ModelError: bad-layout, for a rank or row count outside its range.
@@ -107,10 +116,14 @@ class SlotLayout:
     elem: Elem = Elem.BF16
     overlay_rows: int = 0
     affine: bool = False
+    expert_rank: int = 0
+    embedding_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_rank", 1, MAX_RANK_LIMIT),
+            ("expert_rank", 0, MAX_RANK_LIMIT),
+            ("embedding_rank", 0, MAX_RANK_LIMIT),
             ("overlay_rows", 0, min(MAX_OVERLAY_ROWS, self.dims.vocab)),
         ):
             value = getattr(self, name)
@@ -132,16 +145,42 @@ class SlotLayout:
     def pairs(self) -> tuple[Pair, ...]:
         """Every place in walk order; the index of a pair here is *the* pair index."""
         pairs, offset, size = [], 0, self.elem.size
-        for layer in range(self.dims.num_layers):
-            for module in LoraModule:
-                if not self.dims.applies_to_layer(layer, module):
-                    continue
-                n_out, k_in = self.dims.shape(module)
-                for expert in range(self.dims.places(module)):
-                    b_off = offset + self.stride * k_in * size
-                    pairs.append(Pair(layer, module, offset, b_off, k_in, n_out, expert))
-                    offset = b_off + n_out * self.stride * size
+        for layer, module in self._places():
+            n_out, k_in = self.dims.shape(module)
+            rank = self.rank_of(module)
+            stride = round_up(rank, ROUND_ELEMENTS)
+            for expert in range(self.dims.places(module)):
+                b_off = offset + stride * k_in * size
+                pair = Pair(layer, module, offset, b_off, k_in, n_out, stride, rank, expert)
+                pairs.append(pair)
+                offset = b_off + n_out * stride * size
         return tuple(pairs)
+
+    def _places(self) -> Iterator[tuple[int, LoraModule]]:
+        dims = self.dims
+        for layer in range(dims.num_layers):
+            yield from ((layer, m) for m in LoraModule if dims.applies_to_layer(layer, m))
+        if self.embedding_rank:
+            yield from ((dims.num_layers, module) for module in TOKEN_MODULES)
+
+    def rank_of(self, module: LoraModule) -> int:
+        """The largest rank a pair of ``module`` may have; 0 where slots have no room for it."""
+        if module in TOKEN_MODULES:
+            return min(self.embedding_rank, self.max_rank)
+        if module in EXPERT_MODULES:
+            if not self.dims.expert_adapters:
+                return 0
+            return min(self.expert_rank or self.max_rank, self.max_rank)
+        return self.max_rank
+
+    def bytes_for(self, modules: Iterable[LoraModule], rank: int) -> int:
+        """Bytes of each slot that pairs of ``modules`` take in all layers at ``rank``."""
+        dims, elements = self.dims, 0
+        for module in modules:
+            layers = 1 if module in TOKEN_MODULES else dims.num_layers
+            # Expert and token modules are in all layers or in none.
+            elements += layers * dims.places(module) * sum(dims.shape(module))
+        return elements * round_up(rank, ROUND_ELEMENTS) * self.elem.size
 
     @cached_property
     def pair_index(self) -> dict[tuple[int, LoraModule], int]:
@@ -157,7 +196,7 @@ class SlotLayout:
     def pairs_bytes(self) -> int:
         """Bytes of all A and B regions: the sum of (R*in + out*R) * element size."""
         last = self.pairs[-1]
-        return last.b_off + last.n_out * self.stride * self.elem.size
+        return last.b_off + last.n_out * last.stride * self.elem.size
 
     @cached_property
     def affine_offsets(self) -> tuple[int, ...]:
@@ -202,7 +241,8 @@ class SlotLayout:
 
         ``slot`` is uint8 ``[slot_bytes]``; the views have `Elem.numpy`'s dtype.
         """
-        place, dtype, stride = self.pairs[pair], self.elem.numpy, self.stride
+        place, dtype = self.pairs[pair], self.elem.numpy
+        stride = place.stride
         a_end = place.a_off + stride * place.k_in * dtype.itemsize
         b_end = place.b_off + stride * place.n_out * dtype.itemsize
         a = slot[place.a_off : a_end].view(dtype).reshape(stride, place.k_in)
@@ -238,4 +278,9 @@ class SlotLayout:
         parts.append(f"affine={self.affine}")
         # max_rank itself: two layouts with one stride still refuse different adapters.
         parts.append(f"max_rank={self.max_rank}")
+        parts += [
+            f"{name}={value}"
+            for name, value in (("experts", self.expert_rank), ("tokens", self.embedding_rank))
+            if value
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

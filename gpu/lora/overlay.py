@@ -19,9 +19,10 @@ import numpy.typing as npt
 from ...errors import InternalError, RejectError
 from .affine import BaseLinear
 from .config import OVERLAY_LEAVES, PeftConfig
+from .dims import LoraModule
 from .keys import OverlayKey
 from .layout import SlotLayout
-from .pack import file_array, to_elem
+from .pack import as_f32, bf16_to_f32, file_array, to_bf16, to_elem
 from .safefile import Tensor
 
 _ROWS_AT_ONCE = 4096
@@ -38,6 +39,15 @@ class BaseRows(BaseLinear, Protocol):
     def head(self) -> npt.NDArray[np.generic]:
         """lm_head ``[vocab, hidden]``, in the same forms (the embedding itself when tied)."""
         ...
+
+
+def token_rows(
+    base: BaseRows, module: LoraModule, start: int, stop: int
+) -> npt.NDArray[np.float32]:
+    """Rows of a token matrix as its pair sees it: of lm_head, or of the embedding transposed."""
+    if module is LoraModule.LM_HEAD:
+        return as_f32(base.head()[start:stop])
+    return as_f32(np.ascontiguousarray(base.embed()[:, start:stop].T))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +84,12 @@ def plan_overlay(
     found: Mapping[OverlayKey, Tensor],
     layout: SlotLayout,
     base_rows: BaseRows | None,
+    adapted: frozenset[str] = frozenset(),
 ) -> OverlayPlan:
     """Decide the replaced rows from the config and the overlay tensors of the file.
+
+    ``adapted``: matrices that have low-rank factors in the file. PEFT saves the base's own matrix
+    beside them; its rows are replaced where they differ, before the factors' delta is added.
 
     Raises:
         RejectError: untargeted-tensor, overlay-delta-missing, overlay-conflict, overlay-shape,
@@ -99,6 +113,14 @@ def plan_overlay(
             rows[leaf] = _listed(delta, ids, layout)
         elif full is not None:
             rows[leaf] = _changed(full, leaf, layout, base_rows)
+        copy = tensors.get((leaf, "base"))
+        _agree(copy, leaf in adapted, False, "target_modules", leaf)
+        if leaf in adapted and leaf in rows:
+            raise _both(leaf)
+        if copy is not None:
+            rows[leaf] = _changed(copy, leaf, layout, base_rows)
+    if layout.dims.tied and "lm_head" in adapted and "embed_tokens" in config.token_indices:
+        raise _both("lm_head")
     embed, head = rows.get("embed_tokens"), rows.get("lm_head")
     if layout.dims.tied and "embed_tokens" in config.token_indices:
         if head is not None:
@@ -118,6 +140,14 @@ def plan_overlay(
                 found=len(part),
             )
     return OverlayPlan(embed, head)
+
+
+def _both(leaf: str) -> RejectError:
+    return RejectError(
+        "low-rank factors of a matrix whose rows are replaced as well",
+        code="overlay-conflict",
+        subject=leaf,
+    )
 
 
 def _agree(tensor: Tensor | None, allowed: bool, needed: bool, field: str, leaf: str) -> None:
@@ -183,6 +213,11 @@ def _changed(full: Tensor, leaf: str, layout: SlotLayout, base_rows: BaseRows | 
     for start in range(0, vocab, _ROWS_AT_ONCE):
         piece = to_elem(values[start : start + _ROWS_AT_ONCE], layout.elem)
         same = to_elem(base[start : start + _ROWS_AT_ONCE], layout.elem)
+        # A narrower file has the base's rows rounded: they have not changed.
+        if same.dtype == np.float32 and values.dtype == np.uint16:
+            same = bf16_to_f32(to_bf16(same))
+        elif same.dtype == np.float32 and values.dtype == np.float16:
+            same = same.astype(np.float16).astype(np.float32)
         differ = np.flatnonzero((piece != same).any(axis=1))
         ids.append(differ + start)
         kept.append(piece[differ])

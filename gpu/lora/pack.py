@@ -141,12 +141,13 @@ def pack_pairs(
     pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
 ) -> None:
     """Write audited (hence finite) pairs into a zeroed slot buffer (uint8 ``[slot_bytes]``)."""
-    elem, stride = layout.elem, layout.stride
+    elem = layout.elem
     size = elem.size
     slot = buffer[: layout.pairs_bytes].view(elem.numpy)
     converted = _convert_blocks(pairs, elem)
     for pair in pairs:
         place, rank = layout.pairs[pair.index], pair.rank
+        stride = place.stride
         a = _values(pair.a, elem, converted)
         start = place.a_off // size
         slot[start : start + a.size] = a

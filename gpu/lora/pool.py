@@ -267,7 +267,8 @@ class LoraPool:
         if found is not None:
             return found
         base, layout = self.slot_address(slot), self.layout
-        place, stride = layout.pairs[pair], layout.stride
+        place = layout.pairs[pair]
+        stride = place.stride
         made = (
             self._tensor(base + place.a_off, (stride, place.k_in)),
             self._tensor(base + place.b_off, (place.n_out, stride)),

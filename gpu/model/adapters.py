@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ from ...errors import InternalError
 from ..device import Device, Stream
 from ..kernels.affine import AffineGroup, AffineSlice
 from ..kernels.bgmv import LoraSlice
-from ..lora.dims import LoraModule
+from ..lora.dims import TOKEN_MODULES, LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
 from .batch import RowLike
+from .groups import Delta, GroupMaker
+from .token_matrices import TokenMatrices
 
 GROUPS: Final = (
     (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
@@ -49,34 +51,6 @@ OF_EXPERT: Final = (
 the second of every expert; a plan of a pool without room for them ends before."""
 FIRST_EXPERT: Final = len(GROUPS)
 MAX_PLANS: Final = 256
-
-
-class Delta(Protocol):
-    """What a layer calls after the linear that ``out`` came from; see `LoraGroup.apply`."""
-
-    def apply(
-        self,
-        x_addr: int,
-        x_stride: int,
-        out_addr: int,
-        out_stride: int,
-        row_slot_addr: int,
-        n_rows: int,
-    ) -> None: ...
-
-
-class GroupMaker(Protocol):
-    """Makes the groups of one model, for its device and dtype; see `HostKernels`."""
-
-    def lora_group(
-        self, slices: tuple[LoraSlice, ...], *, k_in: int, rank: int, max_loras: int
-    ) -> Delta:
-        """A group of pairs that share one input."""
-        ...
-
-    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
-        """The vectors of such a group; asked for only with an affine layout."""
-        ...
 
 
 LayerPlan = tuple[Delta | None, ...]
@@ -105,6 +79,10 @@ class DeltaThenAffine:
 
 class Adapters:
     """Slots and groups for one model.
+
+    Attributes:
+        pool: the slots' memory and tables.
+        token_matrices: what the filled slots change in embed_tokens and lm_head.
 
     Args:
         max_loras: slots, 1 or more.
@@ -148,14 +126,15 @@ class Adapters:
             self.pool.close()
             raise
         group_of = {(m, e): i for i, (modules, e) in enumerate(members) for m in modules}
-        pairs = layout.pairs
+        self.token_matrices = TokenMatrices(self.pool, kernels)
+        # The pairs of the token matrices come last, and are of no layer.
+        pairs = [pair for pair in layout.pairs if pair.module not in TOKEN_MODULES]
         self._pair_layers = np.array([pair.layer for pair in pairs], np.intp)
         self._pair_groups = np.array(
             [group_of[pair.module, pair.expert] for pair in pairs], np.intp
         )
         # Per filled slot: int [layers, groups], 0 where the group has nothing, 1 a pair, 2 vectors.
         self._active: dict[int, npt.NDArray[np.int8]] = {}
-        self._overlays: set[int] = set()
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
     def _group(
@@ -175,9 +154,9 @@ class Adapters:
             n_out = layout.pairs[index].n_out
             slices.append(LoraSlice(*self.pool.pair_tables(index), n_out, column))
             column += n_out
-        k_in = layout.pairs[layout.pair_index[layer, modules[0]]].k_in
+        first = layout.pairs[layout.pair_index[layer, modules[0]]]
         return kernels.lora_group(
-            tuple(slices), k_in=k_in, rank=layout.stride, max_loras=self.pool.max_loras
+            tuple(slices), k_in=first.k_in, rank=first.stride, max_loras=self.pool.max_loras
         )
 
     def _affine_group(
@@ -205,9 +184,9 @@ class Adapters:
         if image.affine:
             needs[np.array(image.affine)] = 2
         active = np.zeros((len(self._groups), len(self._groups[0])), np.int8)
-        np.maximum.at(active, (self._pair_layers, self._pair_groups), needs)
-        if image.embed_rows or image.head_rows:
-            self._overlays.add(slot)
+        in_layers = needs[: len(self._pair_layers)]
+        np.maximum.at(active, (self._pair_layers, self._pair_groups), in_layers)
+        self.token_matrices.commit(slot, image)
         self._active[slot] = active
 
     def retire(self, slot: int) -> None:
@@ -218,7 +197,7 @@ class Adapters:
 
     def _forget(self, slot: int) -> None:
         self._active.pop(slot, None)
-        self._overlays.discard(slot)
+        self.token_matrices.forget(slot)
         self._plans.clear()
 
     def check(self, slot: int, seq: int) -> None:
@@ -235,10 +214,6 @@ class Adapters:
                 expected=f"-1 or one of {sorted(self._active)}",
                 found=slot,
             )
-
-    def overlays(self, slots: frozenset[int]) -> frozenset[int]:
-        """Those of ``slots`` whose adapter replaces token rows."""
-        return slots & self._overlays
 
     def plan(self, slots: frozenset[int]) -> tuple[LayerPlan, ...] | None:
         """What to launch in each layer for rows in these filled slots; ``None`` for base only."""

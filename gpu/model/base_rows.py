@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..lora.dims import LoraModule
+from ..lora.dims import TOKEN_MODULES, LoraModule
+from ..lora.overlay import token_rows
 from .linears import BaseLinears
 
 
@@ -32,7 +33,9 @@ class BaseMatrices:
     def rows(
         self, layer: int, module: LoraModule, start: int, stop: int
     ) -> npt.NDArray[np.float32]:
-        """Rows of a linear weight; see `BaseLinears.rows`."""
+        """Rows of a linear weight; see `BaseLinears.rows`, and `token_rows`."""
+        if module in TOKEN_MODULES:
+            return token_rows(self, module, start, stop)
         return self._linears.rows(layer, module, start, stop)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:

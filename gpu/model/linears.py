@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from ...errors import ModelError, StagingError
-from ..lora.dims import LoraModule, ModelDims
+from ..lora.dims import TOKEN_MODULES, LoraModule, ModelDims
+from ..lora.overlay import token_rows
 from .checkpoint import Checkpoint
 from .hybrid_weights import text_name
 
@@ -131,7 +132,15 @@ class CheckpointBase:
 
     def __init__(self, linears: BaseLinears, dims: ModelDims) -> None:
         self._linears, self._dims = linears, dims
-        self.rows, self.bias = linears.rows, linears.bias
+        self.bias = linears.bias
+
+    def rows(
+        self, layer: int, module: LoraModule, start: int, stop: int
+    ) -> npt.NDArray[np.float32]:
+        """See `BaseLinears.rows`, and `token_rows`."""
+        if module in TOKEN_MODULES:
+            return token_rows(self, module, start, stop)
+        return self._linears.rows(layer, module, start, stop)
 
     def embed(self) -> npt.NDArray[np.generic]:
         """``[vocab, hidden]``, float32."""

@@ -19,9 +19,9 @@ from .adapters import (
     SHARED_DOWN,
     SHARED_GATE,
     SHARED_GATE_UP,
-    Delta,
     LayerPlan,
 )
+from .groups import Delta
 from .hybrid_config import MoeShape
 from .hybrid_weights import DenseWeights, MoeWeights
 

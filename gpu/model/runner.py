@@ -38,7 +38,6 @@ from .contract import (
 from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
-from .overlay import overlay_embeddings, overlay_logits
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .spill import SpillStore
 from .states import StateArena
@@ -72,6 +71,8 @@ class Runner:
         overlay_rows: int,
         affine: bool,
         expert_adapters: bool,
+        max_expert_rank: int,
+        max_embedding_rank: int,
         num_blocks: int | None,
         kv_bytes: int | None,
         max_step_tokens: int,
@@ -91,7 +92,9 @@ class Runner:
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         dims = config.to_lora_dims(expert_adapters=expert_adapters)
-        self.layout = SlotLayout(dims, max_lora_rank, elem, overlay_rows, affine)
+        self.layout = SlotLayout(
+            dims, max_lora_rank, elem, overlay_rows, affine, max_expert_rank, max_embedding_rank
+        )
         self._stream = device.create_stream(label="runner")
         try:
             if max_loras:
@@ -155,6 +158,8 @@ class Runner:
         overlay_rows: int = 0,
         affine: bool = True,
         expert_adapters: bool = False,
+        max_expert_rank: int = 0,
+        max_embedding_rank: int = 0,
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
@@ -171,6 +176,8 @@ class Runner:
             overlay_rows: embedding and lm_head rows a slot may replace.
             affine: room in each slot for DoRA's factors and for biases.
             expert_adapters: room in each slot for pairs of every routed expert.
+            max_expert_rank: of them, where less than ``max_lora_rank``; 0 = ``max_lora_rank``.
+            max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them.
             num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
             max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
             spill_bytes: host memory for KV blocks of preempted sequences, taken as it is needed.
@@ -198,6 +205,8 @@ class Runner:
                 overlay_rows=overlay_rows,
                 affine=affine,
                 expert_adapters=expert_adapters,
+                max_expert_rank=max_expert_rank,
+                max_embedding_rank=max_embedding_rank,
                 num_blocks=num_blocks,
                 kv_bytes=kv_bytes,
                 max_step_tokens=max_step_tokens,
@@ -345,15 +354,15 @@ class Runner:
     ) -> list[RowOutput]:
         adapters, batch = self._adapters, self._batch
         plan = row_slots = None
-        overlays: frozenset[int] = frozenset()
+        changed: frozenset[int] = frozenset()
         if adapters is not None:
             plan = adapters.plan(slots)
             if plan is not None:
                 row_slots = adapters.set_rows(batch.slots)
-                overlays = adapters.overlays(slots)
+                changed = adapters.token_matrices.of(slots)
         tokens, hidden = model.embed(n)
-        if overlays and adapters is not None:
-            overlay_embeddings(adapters.pool, overlays, batch.slots, tokens, hidden)
+        if changed and adapters is not None:
+            adapters.token_matrices.embed(changed, batch.slots, tokens, hidden, row_slots or 0)
         h, delta = model.layers(n, plan, row_slots or 0)
         if self._states is not None:
             self._states.done(rows)
@@ -362,9 +371,9 @@ class Runner:
             return [RowOutput(row.seq, -1) for row in rows]
         wanted = [batch.last[i] for i in sampling]
         states, logits = model.head(h, delta, None if len(wanted) == n else wanted)
-        if overlays and adapters is not None:
+        if changed and adapters is not None:
             own = [rows[i].slot for i in sampling]
-            overlay_logits(adapters.pool, overlays, own, states, logits)
+            adapters.token_matrices.logits(changed, own, states, logits)
         if self.logits_sink is not None:
             self.logits_sink([rows[i].seq for i in sampling], logits)
         choices = iter(self._choose([rows[i].seq for i in sampling], logits))

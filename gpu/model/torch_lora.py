@@ -181,7 +181,8 @@ class SlotViews:
         found = self._made.get((slot, pair))
         if found is None:
             base, layout = self._pool.slot_address(slot), self._pool.layout
-            place, rank = layout.pairs[pair], layout.stride
+            place = layout.pairs[pair]
+            rank = place.stride
             view = self._space.view
             found = (
                 view(base + place.a_off, (rank, place.k_in), self._dtype),

@@ -150,7 +150,7 @@ class StepRunner:
         """
         overlaid: frozenset[int] = frozenset()
         if self._adapters is not None:
-            overlaid = self._adapters.overlays(slots)
+            overlaid = self._adapters.token_matrices.overlays(slots)
         bucket = bucket_of(n) if n == len(rows) and not overlaid else None
         if bucket is None or bucket > self._rows:
             return self._mixed(rows, n, overlaid, sampling)

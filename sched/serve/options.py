@@ -99,6 +99,8 @@ HELP: dict[str, str] = {
     "overlay_rows": "embedding and head rows an adapter may replace",
     "affine": "whether slots have room for DoRA and biases (true or false)",
     "expert_adapters": "whether slots have room for adapters of routed experts (true or false)",
+    "max_expert_rank": "the largest rank of routed experts (0: as max_lora_rank)",
+    "max_embedding_rank": "the largest rank of embed_tokens and lm_head (0: not served)",
     "device": "auto, cpu or cuda",
     "dtype": "auto, bfloat16 or float32",
     "kv_bytes": "bytes of KV memory (default: from what is free)",

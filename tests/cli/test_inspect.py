@@ -16,7 +16,7 @@ from rota.sched.inspect_view import bar, spark
 ROOT = Path(__file__).resolve().parents[1]
 ZOO, ORACLE = ROOT / "zoo", ROOT / "data" / "oracle"
 #: Only the base itself tells that these do not fit.
-NEED_BASE = {"vocab-exceeds-base", "bias"}
+NEED_BASE = {"vocab-exceeds-base", "bias", "overlay-conflict"}
 
 
 def animals() -> list[tuple[str, str, str | None]]:

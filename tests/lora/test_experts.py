@@ -131,6 +131,27 @@ def test_without_room_the_bytes_it_needs_are_named(root: Path) -> None:
     assert stage(DirectorySource(root / "adapters" / "router"), plain).report.pairs == 4
 
 
+def test_experts_may_have_less_rank_than_the_rest(root: Path) -> None:
+    tensors, config = read(root, "experts_router_attn")
+    dims = load_config(root / "base").to_lora_dims(expert_adapters=True)
+    full, low = SlotLayout(dims, 64, Elem.F32), SlotLayout(dims, 64, Elem.F32, expert_rank=2)
+    saved = 4 * 3 * E * (H + I) * (64 - 8) * 4
+    assert full.slot_bytes - low.slot_bytes == saved
+    wide, narrow = staged(tensors, config, full), staged(tensors, config, low)
+    for pair, there in enumerate(wide.image.present):
+        if there:
+            views = zip(
+                full.pair_views(wide.image.buffer, pair),
+                low.pair_views(narrow.image.buffer, pair),
+                strict=True,
+            )
+            (a, other_a), (b, other_b) = views
+            assert np.array_equal(a[:8], other_a[:8]) and np.array_equal(b[:, :8], other_b[:, :8])
+    found = refusal(tensors, config, SlotLayout(dims, 64, Elem.F32, expert_rank=1))
+    assert (found.code, found.found) == ("expert-lora-no-room", "max_expert_rank 1")
+    assert "max_expert_rank of at least 2, which takes 0 bytes more" in str(found.expected)
+
+
 def test_refusals_of_expert_factors(root: Path, layout: SlotLayout) -> None:
     tensors, config = read(root, "experts")
     key = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"

@@ -68,6 +68,28 @@ def test_vectors_of_a_pair(kit: Any, ending: str, half: str, name: str | None) -
     assert found.module_name == f"model.{Q}"
 
 
+@pytest.mark.parametrize(
+    ("key", "module", "half", "name"),
+    [
+        ("model.embed_tokens.lora_embedding_A", "EMBED_TOKENS", "A", None),
+        ("model.embed_tokens.lora_embedding_B.default", "EMBED_TOKENS", "B", "default"),
+        ("model.language_model.embed_tokens.lora_embedding_A", "EMBED_TOKENS", "A", None),
+        ("model.embed_tokens.lora_A.weight", "EMBED_TOKENS", "A", None),
+        ("model.embed_tokens.lora_magnitude_vector", "EMBED_TOKENS", "magnitude", None),
+        ("lm_head.lora_A.weight", "LM_HEAD", "A", None),
+        ("language_model.lm_head.lora_B.weight", "LM_HEAD", "B", None),
+        ("lm_head.lora_B.bias", "LM_HEAD", "lora_bias", None),
+    ],
+)
+def test_factors_of_token_matrices(
+    kit: Any, key: str, module: str, half: str, name: str | None
+) -> None:
+    found = classify("base_model.model." + key, kit.dims)
+    assert isinstance(found, PairKey)
+    assert (found.module.name, found.half, found.adapter_name) == (module, half, name)
+    assert found.layer == kit.dims.num_layers
+
+
 def test_fused_modules_stand_for_their_parts_unless_q_is_gated(kit: Any) -> None:
     key = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
     plain = dataclasses.replace(kit.dims, q_out=10)
@@ -83,8 +105,9 @@ REFUSED = [
     ("encoder.weight", "not-peft-key"),
     ("", "not-peft-key"),
     ("model.layers.0.self_attn.q_proj.weight", "not-peft-key"),
-    ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding-lora"),
-    ("base_model.model.model.embed_tokens.lora_embedding_B", "embedding-lora"),
+    ("base_model.model.lm_head.lora_embedding_A", "embedding-lora"),
+    (f"base_model.model.model.{Q}.lora_embedding_B", "embedding-lora"),
+    ("base_model.model.visual.embed_tokens.lora_embedding_B", "embedding-lora"),
     ("base_model.model", "unrecognized-tensor"),
     ("base_model.model.weight", "unrecognized-tensor"),
     ("base_model.model.lora_A.weight", "unrecognized-tensor"),
@@ -94,10 +117,11 @@ REFUSED = [
     (f"base_model.model.model.{Q}.lora_A.a.b.weight", "unrecognized-tensor"),
     (f"base_model.model.model.{Q}.lora_A", "unrecognized-tensor"),
     (f"base_model.model.model.{Q}.base_layer.weight", "unrecognized-tensor"),
-    ("base_model.model.lm_head.base_layer.weight", "unrecognized-tensor"),
     ("base_model.model.model.embed_tokens.token_adapter.base_layer.weight", "unrecognized-tensor"),
     (f"model.{Q}.lora_a", "unrecognized-tensor"),
-    ("base_model.model.lm_head.lora_A.weight", "non-layer-module"),
+    ("base_model.model.lm_head.bias", "unrecognized-tensor"),
+    ("base_model.model.model.lm_head.bias", "non-layer-module"),
+    ("base_model.model.visual.lm_head.lora_A.weight", "non-layer-module"),
     ("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight", "non-layer-module"),
     (f"base_model.model.model.visual.{Q}.lora_A.weight", "foreign-layer"),
     (f"base_model.model.vision_tower.{Q}.lora_A.weight", "foreign-layer"),
@@ -163,6 +187,8 @@ def test_a_place_the_predicate_denies(kit: Any) -> None:
     ("key", "leaf", "kind"),
     [
         ("base_model.model.lm_head.weight", "lm_head", "full"),
+        ("base_model.model.lm_head.base_layer.weight", "lm_head", "base"),
+        ("base_model.model.model.embed_tokens.base_layer.weight", "embed_tokens", "base"),
         ("base_model.model.model.embed_tokens.weight", "embed_tokens", "full"),
         ("model.embed_tokens.weight", "embed_tokens", "full"),
         ("base_model.model.lm_head.modules_to_save.weight", "lm_head", "full"),

@@ -122,6 +122,8 @@ def test_fingerprint_sees_everything_the_bytes_depend_on() -> None:
         SlotLayout(SMOL, 16, Elem.F32),
         SlotLayout(SMOL, 16, overlay_rows=1),
         SlotLayout(SMOL, 16, affine=True),
+        SlotLayout(SMOL, 16, embedding_rank=8),
+        SlotLayout(SMOL, 16, embedding_rank=7),
         SlotLayout(dataclasses.replace(SMOL, num_layers=29), 16),
         SlotLayout(dataclasses.replace(SMOL, kv_out=576, q_out=192), 16),
     ]

@@ -101,6 +101,7 @@ def open_bench(data_dir: Path) -> Iterator[Opener]:
             }
             if kind is Runner:
                 options["expert_adapters"] = family == "qwen35_moe"
+                options["max_embedding_rank"] = 16
             folder = data_dir / "oracle" / family
             runner = kind.load(
                 folder / "base",

@@ -36,6 +36,7 @@ CASES = [
     ("qwen35", "all_linear"),
     ("qwen35", "regex"),
     ("qwen35", "r64"),
+    ("qwen35", "embed_head_lora"),
     ("qwen35_vl", "base"),
     ("qwen35_vl", "attn_mlp_r4"),
     ("qwen35_vl", "tokens_tied"),
@@ -81,6 +82,14 @@ def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, c
     bound = FP32_RELATIVE * float(expected.abs().max())
     assert float((found - expected).abs().max()) < bound
     tokens = bench.greedy([(slot, facts["ids"])], len(facts["greedy_f32"]))
+    assert tokens == [facts["greedy_f32"]]
+
+
+def test_experts_of_less_rank_than_the_pool(open_bench, reference):
+    bench = open_bench("qwen35_moe", max_lora_rank=16, max_expert_rank=8)
+    facts = reference("qwen35_moe")["cases"]["experts_router_attn"]
+    bench.runner.commit(1, bench.image("experts_router_attn"))
+    tokens = bench.greedy([(1, facts["ids"])], len(facts["greedy_f32"]))
     assert tokens == [facts["greedy_f32"]]
 
 

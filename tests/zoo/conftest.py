@@ -16,7 +16,7 @@ from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.gpu.model.runner import RowInput, Runner
 
 ZOO = Path(__file__).resolve().parent
-SLOTS = 40
+SLOTS = 48
 
 
 class Keeper:
@@ -31,6 +31,7 @@ class Keeper:
             max_loras=SLOTS,
             max_lora_rank=16,
             overlay_rows=128,
+            max_embedding_rank=16,
             num_blocks=SLOTS + 1,
             max_step_tokens=512,
             max_sequences=SLOTS + 1,

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from zoo_writer import CONFIG, WEIGHTS, Zoo, base, randomise
 
 INDEX = WEIGHTS + ".index.json"
+PARENTS = {"embed_tokens": "model.", "lm_head": ""}
 
 
 def sharded(zoo: Zoo, name: str, source: str) -> None:
@@ -47,12 +48,16 @@ def mlx(zoo: Zoo, name: str, source: str, scale: float) -> None:
     made = {}
     for key, value in load_file(zoo.root / source / WEIGHTS).items():
         key = key.removeprefix("base_model.model.")
-        key = key.replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b")
+        if "base_layer" in key:
+            continue
+        key = re.sub(r"lora_(embedding_)?A(\.weight)?$", "lora_a", key)
+        key = re.sub(r"lora_(embedding_)?B(\.weight)?$", "lora_b", key)
         made[key.replace("lora_magnitude_vector", "m")] = value.T.contiguous()
     save_file(made, folder / "adapters.safetensors", {"format": "mlx"})
     parameters = {"rank": config["r"], "scale": scale, "dropout": 0.0}
     parameters["keys"] = [
-        ("self_attn." if t[0] in "qkvo" else "mlp.") + t for t in config["target_modules"]
+        PARENTS.get(t, "self_attn." if t[0] in "qkvo" else "mlp.") + t
+        for t in config["target_modules"]
     ]
     kind = "dora" if config["use_dora"] else "lora"
     fields = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
@@ -124,6 +129,21 @@ def llama() -> None:
     zoo.kind("tokens", LoraConfig(**few, trainable_token_indices=[102, 5, 44]))
     zoo.kind("embed_saved", LoraConfig(**few, modules_to_save=["embed_tokens"]))
     zoo.kind("wide_rank", LoraConfig(r=16, lora_alpha=4, target_modules=["k_proj"]))
+    # Low-rank token matrices.
+    both = few | {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}
+    zoo.kind("embed_head", LoraConfig(**both))
+    zoo.kind("embed_head_dora", LoraConfig(**both, use_dora=True))
+    zoo.kind(
+        "embed_rslora",
+        LoraConfig(**few | {"target_modules": ["embed_tokens"], "r": 3}, use_rslora=True),
+    )
+    zoo.kind(
+        "head_lora_bias",
+        LoraConfig(**few | {"target_modules": ["o_proj", "lm_head"]}, lora_bias=True),
+    )
+    embed = few | {"target_modules": ["v_proj", "embed_tokens"]}
+    zoo.kind("embed_low_head_saved", LoraConfig(**embed, modules_to_save=["lm_head"]))
+    zoo.kind("embed_named_and_saved", LoraConfig(**embed, modules_to_save=["embed_tokens"]))
     zoo.converted("pissa", "pissa", **few)
     zoo.converted("olora", "olora", **few)
     # What cannot be served, as PEFT writes it.
@@ -251,6 +271,7 @@ def llama() -> None:
     sharded(zoo, "sharded", "plain")
     mlx(zoo, "mlx", "plain", 3.0)
     mlx(zoo, "mlx_dora", "dora", 3.0)
+    mlx(zoo, "mlx_embed_head", "embed_head", 3.0)
     fused(zoo, "fused")
     # Resized vocabulary: added tokens come with more rows than the base has.
     folder = zoo.root / "added_tokens"
@@ -275,6 +296,17 @@ def qwen2() -> None:
     zoo.kind("lora_bias", LoraConfig(**few, lora_bias=True))
     zoo.kind("lora_bias_bias_all", LoraConfig(**few, lora_bias=True, bias="all"))
     zoo.kind("tokens", LoraConfig(**few, trainable_token_indices={"embed_tokens": [7, 3, 99]}))
+    # The base's head is its embedding; the factors are of one of them, or of both alike.
+    both = ["q_proj", "embed_tokens", "lm_head"]
+    zoo.kind("tied_embed", LoraConfig(**few | {"target_modules": ["q_proj", "embed_tokens"]}))
+    zoo.kind("tied_head", LoraConfig(**few | {"target_modules": ["q_proj", "lm_head"]}))
+    zoo.kind("tied_both", LoraConfig(**few | {"target_modules": both}))
+    zoo.kind("tied_ensured", LoraConfig(**few | {"target_modules": both}, ensure_weight_tying=True))
+    zoo.kind(
+        "tied_head_and_tokens",
+        LoraConfig(**few | {"target_modules": ["lm_head"]}, trainable_token_indices=[3]),
+        refused="overlay-conflict",
+    )
     # A trainer that loses the trained biases on saving.
     zoo.producer("bias_dropped", "bias_all", refused="bias")
     path = zoo.root / "bias_dropped" / WEIGHTS

@@ -83,7 +83,7 @@ def test_the_page_of_served_adapters_names_animals_that_are_here() -> None:
 def test_refused_by_name(data_dir: Path, family: str, name: str, code: str) -> None:
     base = "llama" if family == "hostile" else family
     dims = load_config(data_dir / "oracle" / base / "base").to_lora_dims()
-    layout = SlotLayout(dims, 16, overlay_rows=128, affine=True)
+    layout = SlotLayout(dims, 16, overlay_rows=128, affine=True, embedding_rank=16)
     with pytest.raises(RejectError) as caught:
         stage(DirectorySource(ZOO / family / name), layout, base_rows=NoBiases())
     assert caught.value.code == code

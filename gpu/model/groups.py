@@ -1,0 +1,39 @@
+"""What adds the deltas of adapters to an output, and who makes such things for a device.
+
+What it owns: nothing; the two protocols the host's and the accelerator's groups follow.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..kernels.affine import AffineGroup, AffineSlice
+from ..kernels.bgmv import LoraSlice
+
+
+class Delta(Protocol):
+    """What a layer calls after the linear that ``out`` came from; see `LoraGroup.apply`."""
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None: ...
+
+
+class GroupMaker(Protocol):
+    """Makes the groups of one model, for its device and dtype; see `HostKernels`."""
+
+    def lora_group(
+        self, slices: tuple[LoraSlice, ...], *, k_in: int, rank: int, max_loras: int
+    ) -> Delta:
+        """A group of pairs that share one input."""
+        ...
+
+    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
+        """The vectors of such a group; asked for only with an affine layout."""
+        ...
