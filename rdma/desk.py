@@ -152,6 +152,8 @@ class Desk:
                 return Answer(m.Ids(self._store.ids()))
             case m.Open():
                 return Answer(self._open(message.adapter))
+            case m.Fetch():
+                return self._fetch(message)
             case m.Pack():
                 return Answer(self._pack(message))
             case m.Read():
@@ -198,6 +200,24 @@ class Desk:
         if packed is None:
             layout = layout_of(message.layout, message.fingerprint, self._store.limits.budget)
             packed = self._store.pack(generation, layout)
+        return self._told(generation, packed, name)
+
+    def _fetch(self, message: m.Fetch) -> Answer:
+        name = choose(message.hashes)
+        manifest = self._open(message.adapter)
+        generation = self._find(manifest.digest)
+        packed: PackedImage | None = None
+        if sum(manifest.shards) >= message.files_at_least:
+            packed = self._store.packed(generation, message.fingerprint)
+        if packed is None:
+            return Answer(m.Fetched(manifest, None))
+        told, payload = self._told(generation, packed, name), None
+        if told.region is None and message.room == packed.region.nbytes:
+            payload = packed.region.array.data
+        return Answer(m.Fetched(manifest, told), payload)
+
+    def _told(self, generation: Generation, packed: PackedImage, name: str) -> m.Packed:
+        """What a client is told of an image, with digests by the hash ``name``."""
         image = packed.image
         return m.Packed(
             generation.digest,

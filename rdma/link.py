@@ -23,6 +23,8 @@ from .wire2 import Wire2Client
 SLICE_S: Final = 0.05
 """How often a blocked call asks whether it is cancelled."""
 _RECV_BYTES: Final = 256 << 10
+_HEAD_BYTES: Final = 8 << 10
+"""Received at a time before a payload: what comes of that too is copied once more."""
 _INTO_BYTES: Final = 1 << 20
 _SLICE: Final = struct.pack("@ll", 0, int(SLICE_S * 1e6))
 """A ``struct timeval``."""
@@ -47,6 +49,18 @@ class Stream(Protocol):
         ...
 
 
+class KeptStream(Stream, Protocol):
+    """A stream that may carry one promotion after another."""
+
+    def renew(self, cancelled: Callable[[], bool] | None) -> None:
+        """From now on ``cancelled`` is asked."""
+        ...
+
+    def glance(self, view: memoryview) -> int | None:
+        """What is there already, into ``view``; 0 at the end, ``None`` when there is nothing."""
+        ...
+
+
 def lost(error: OSError) -> StagingError:
     """The connection is gone."""
     reason = error.strerror or type(error).__name__
@@ -61,6 +75,7 @@ class SocketStream:
         timeout: seconds for connecting.
         cancelled: asked every `SLICE_S` of waiting.
         clock: monotonic seconds.
+        stall: seconds after which bytes that the peer's host does not acknowledge mean it is gone.
 
     Raises:
         StagingError: peer-unreachable, peer-timeout, stage-cancelled.
@@ -72,6 +87,7 @@ class SocketStream:
         timeout: float,
         cancelled: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        stall: float = 10.0,
     ) -> None:
         self._cancelled, self._clock = cancelled, clock
         try:
@@ -91,6 +107,8 @@ class SocketStream:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        user_timeout = max(1, int(stall * 1000))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
         self._poll = select.poll()
 
     def send(self, data: bytes, deadline: float) -> None:
@@ -115,6 +133,19 @@ class SocketStream:
                 continue
             except OSError as error:
                 raise lost(error) from error
+
+    def renew(self, cancelled: Callable[[], bool] | None) -> None:
+        """See `KeptStream.renew`."""
+        self._cancelled = cancelled
+
+    def glance(self, view: memoryview) -> int | None:
+        """See `KeptStream.glance`."""
+        try:
+            return self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return 0
 
     def close(self) -> None:
         """See `Stream.close`."""
@@ -172,6 +203,9 @@ class Link:
         self._proto = Wire2Client(nonce, secret, "rota", times, clock())
         self._buffer = memoryview(bytearray(_RECV_BYTES))
         self._landed: Callable[[int], None] | None = None
+        self._answered: Callable[[m.Message], None] | None = None
+        self.heard = False
+        """The peer has said something since this promotion began."""
         answer = self._run(0)
         assert isinstance(answer, m.Welcome)
         self.welcome = answer
@@ -181,13 +215,39 @@ class Link:
         message: m.Message,
         sink: memoryview | None = None,
         landed: Callable[[int], None] | None = None,
+        answered: Callable[[m.Message], None] | None = None,
     ) -> m.Message:
         """The answer to ``message``; of a `Read`, once its payload is whole in ``sink``.
 
-        ``landed`` is told how many bytes of it are there so far.
+        ``answered`` is given the answer before its payload is received, ``landed`` is told how many
+        bytes of that are there so far; what they raise leaves the link unfit for another call.
         """
-        self._landed = landed
-        return self._run(self._proto.request(message, self._clock(), sink), sink is not None)
+        self._landed, self._answered = landed, answered
+        try:
+            return self._run(self._proto.request(message, self._clock(), sink), sink is not None)
+        finally:
+            self._landed = self._answered = None  # they hold what is landing
+
+    def say(self, message: m.Message) -> None:
+        """Ask without waiting for the answer, which is dropped when it comes."""
+        self._proto.request(message, self._clock())
+        self._flush()
+
+    def renew(self, stream: KeptStream, deadline: float) -> bool:
+        """Ready for another promotion over ``stream`` (the link's own) until ``deadline``.
+
+        False, when the peer has hung up or said what nobody asked.
+        """
+        self._deadline, self.heard = deadline, False
+        try:
+            while (count := stream.glance(self._buffer)) is not None:
+                self._proto.receive_data(self._buffer[:count])
+                # Answers to what was said without waiting; anything else is a farewell.
+                if not count or any(not e.request for e in self._proto.events(self._clock())):
+                    return False
+        except WireError:
+            return False
+        return True
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -209,10 +269,14 @@ class Link:
         while True:
             self._flush()
             for event in self._proto.events(self._clock()):
+                if event.request not in (request, 0):
+                    continue  # the answer to what was said without waiting
                 if isinstance(event, Received):
                     if isinstance(event.message, m.Refused):
                         raise raised(event.message)
                     answer = event.message
+                    if self._answered is not None:
+                        self._answered(answer)
                 done = isinstance(event, PayloadDone) if payload else answer is not None
                 if done and answer is not None:
                     self._tell()
@@ -220,8 +284,10 @@ class Link:
             self._flush()
             view = self._proto.landing()
             if view is None:
-                count = self._stream.receive(self._buffer, self._until())
-                self._proto.receive_data(self._buffer[:count])
+                view = self._buffer[:_HEAD_BYTES] if payload else self._buffer
+                count = self._stream.receive(view, self._until())
+                self.heard |= count > 0
+                self._proto.receive_data(view[:count])
             elif count := self._stream.receive(view, self._until(), fill=True):
                 finished = self._proto.landed(count, self._clock())
                 self._tell()

@@ -170,6 +170,28 @@ class Data(Message, frozen=True):
     """Server: the bytes asked for follow as this frame's payload."""
 
 
+class Fetch(Message, frozen=True):
+    """Client: `Open`, and at once what there is of a packed image: one question in all.
+
+    ``fingerprint``, ``hashes``: as of `Pack`. ``files_at_least``: no image of an adapter whose
+    shards have fewer bytes. ``room``: bytes an image must have to come along (0: none does).
+    """
+
+    adapter: Name
+    fingerprint: Hex
+    hashes: Annotated[list[Annotated[str, Meta(max_length=16)]], Meta(min_length=1, max_length=8)]
+    files_at_least: Size
+    room: Size
+
+
+class Fetched(Message, frozen=True):
+    """Server: the generation opened, and its image where one is packed; the image's bytes follow as
+    this frame's payload where there is room for them and no queue pair can read them."""
+
+    manifest: Manifest
+    packed: Packed | None
+
+
 class Release(Message, frozen=True):
     """Client: a generation is no longer needed."""
 
@@ -255,6 +277,8 @@ KINDS: Final[dict[int, Kind]] = {
     17: Kind(Status, True, 16),
     18: Kind(Counters, False, 16 << 10),
     19: Kind(Refused, False, 16 << 10),
+    20: Kind(Fetch, True, 2048),
+    21: Kind(Fetched, False, 6 << 20),
 }
 NUMBERS: Final[dict[type[Message], int]] = {kind.struct: n for n, kind in KINDS.items()}
 ANSWERS: Final[dict[type[Message], type[Message]]] = {
@@ -262,6 +286,7 @@ ANSWERS: Final[dict[type[Message], type[Message]]] = {
     Open: Manifest,
     Pack: Packed,
     Read: Data,
+    Fetch: Fetched,
     Release: Released,
     Connect: Connected,
     Status: Counters,

@@ -31,18 +31,19 @@ def _mismatch(expected: str, found: str, what: str) -> StagingError:
 
 class ChunkVerifier:
     """Checks ``array`` (uint8 ``[n]``) against ``digests`` (of 32 bytes, by ``hash_``, one for each
-    `CHUNK_BYTES`)."""
+    `CHUNK_BYTES`); the last chunk on the caller's thread, the others beside it."""
 
     def __init__(self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash) -> None:
         self._array, self._digests, self._hash = array, digests, hash_
+        # Its threads start with the first chunk given to it: an image of one needs none.
         self._pool = ThreadPoolExecutor(_HASHERS, "rota-verify")
         self._checks: list[Future[None]] = []
         self._next = 0
 
     def advance(self, count: int) -> None:
         """The first ``count`` bytes are there. Raises StagingError digest-mismatch, early."""
-        total = self._array.nbytes
-        while self._next < total and min(self._next + CHUNK_BYTES, total) <= count:
+        last = (self._array.nbytes - 1) // CHUNK_BYTES * CHUNK_BYTES
+        while self._next < last and self._next + CHUNK_BYTES <= count:
             self._checks.append(self._pool.submit(self._check, self._next // CHUNK_BYTES))
             self._next += CHUNK_BYTES
         while self._checks and self._checks[0].done():
@@ -51,9 +52,15 @@ class ChunkVerifier:
     def finish(self) -> None:
         """Wait for every chunk. Raises StagingError digest-mismatch."""
         self.advance(self._array.nbytes)
+        if self._array.nbytes:
+            self._check(self._next // CHUNK_BYTES)
         for check in self._checks:
             check.result()
         self._checks.clear()
+
+    def close(self) -> None:
+        """End the threads, whatever they still had to do. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _check(self, chunk: int) -> None:
         start = chunk * CHUNK_BYTES
@@ -61,17 +68,6 @@ class ChunkVerifier:
         wanted = self._digests[32 * chunk : 32 * chunk + 32]
         if found != wanted:
             raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")
-
-    def __enter__(self) -> ChunkVerifier:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class WholeVerifier:

@@ -55,7 +55,8 @@ class Wire2Client(Wire2):
         self._queue(0, m.Hello(nonce, name[:64]))
 
     def request(self, message: m.Message, now: float, sink: memoryview | None = None) -> int:
-        """Queue a request; its id. ``sink``: where the payload of a `Read` goes (its exact size).
+        """Queue a request; its id. ``sink``: where the payload of a `Read` goes (its exact size),
+        or that of a `Fetch`, should one come.
 
         Raises:
             WireError: wire-closed; wire-unexpected before Welcome; or the error that came before.
@@ -107,9 +108,9 @@ class Wire2Client(Wire2):
         return self.landed(count, now)
 
     def _check_payload(self, struct_: type[m.Message], request: int, payload: int) -> None:
-        sink = self._sinks.get(request) if struct_ is m.Data else None
+        sink = self._sinks.get(request) if struct_ in (m.Data, m.Fetched) else None
         wanted = 0 if sink is None else len(sink)
-        if payload != wanted:
+        if payload != wanted and (payload or struct_ is not m.Fetched):
             raise self._fail("wire-payload-length", "not the payload asked for", wanted, payload)
 
     def _on_message(

@@ -98,7 +98,9 @@ class Parts:
         with anyio.CancelScope(shield=True):
             await tasks.start(partial(shell.run))
 
-    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool], held: Held) -> Any:
+    def _stage(
+        self, source: AdapterSource, cancelled: Callable[[], bool], held: Held | None
+    ) -> Any:
         runner = self.runner
         return stage(
             source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled, held=held

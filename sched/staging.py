@@ -43,8 +43,8 @@ class Staged(Protocol):
 Held = Callable[[str], Any]
 
 #: ``(source, cancelled, held) -> staged``; runs on a worker thread. A source that learns its digest
-#: before its bytes (a peer's) may answer with what ``held`` gives.
-StageFunction = Callable[[Any, Callable[[], bool], Held], Staged]
+#: before its bytes (a peer's) may answer with what ``held`` gives; ``None``: nothing is held.
+StageFunction = Callable[[Any, Callable[[], bool], Held | None], Staged]
 
 
 class StageOutcome(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ class Stager:
             found = self._find(key, digest)
             return None if found is None else found[1]
 
-        staged = self._stage_or_raise(source, flag, held)
+        staged = self._stage_or_raise(source, flag, held if self._holds(key) else None)
         if path is not None:
             after = None
             if before is not None:
@@ -179,13 +179,18 @@ class Stager:
         again = found is not None and found[1] is staged
         return StageOutcome(staged, found[0] if found and again else -1, staged.digest)
 
+    def _holds(self, key: object) -> bool:
+        """Something of that place may be held. (The loop's thread changes the mapping meanwhile;
+        listing its keys is one step.)"""
+        return any(place == key for place, _ in list(self._by_signature))
+
     def _find(self, key: object, signature: Signature) -> tuple[int, Staged] | None:
         """The image held of a place that looked so, and its id."""
         image = self._by_signature.get((key, signature), -1)
         staged = self.images.get(image)
         return None if staged is None else (image, staged)
 
-    def _stage_or_raise(self, source: Any, flag: threading.Event, held: Held) -> Staged:
+    def _stage_or_raise(self, source: Any, flag: threading.Event, held: Held | None) -> Staged:
         try:
             return self._stage(source, flag.is_set, held)
         except RotaError:

@@ -116,9 +116,12 @@ def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:
 
 
 def reuse_buffer(
-    layout: SlotLayout, buffer: npt.NDArray[np.uint8] | bytearray | memoryview
+    layout: SlotLayout,
+    buffer: npt.NDArray[np.uint8] | bytearray | memoryview,
+    *,
+    zero: bool = True,
 ) -> npt.NDArray[np.uint8]:
-    """A caller's buffer as a zeroed slot buffer.
+    """A caller's buffer as a slot buffer, zeroed unless every byte of it will be written.
 
     Raises:
         InternalError: bad-buffer, when it is not a writable run of exactly ``slot_bytes`` bytes.
@@ -133,7 +136,8 @@ def reuse_buffer(
             expected=f"{layout.slot_bytes} writable contiguous bytes",
             found=f"{made.dtype} {made.shape} writeable={flags.writeable}",
         )
-    made[:] = 0
+    if zero:
+        made[:] = 0
     return made
 
 

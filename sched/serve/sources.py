@@ -1,7 +1,8 @@
 """Adapters named on the command line: a directory, or ``peer://host:port/id``.
 
-Owns the secret for peers and the registered memory they are read into; both are the same for every
-peer. Invariant: :meth:`close` comes after the engine has ended, when nothing is read any more.
+Owns the secret for peers, the registered memory they are read into and the connections kept to
+them; the first two are the same for every peer. Invariant: :meth:`close` comes after the engine has
+ended, when nothing is read any more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from ...errors import CommandError, RotaError
 from ...rdma.address import SCHEME, parse_peer_url
 from ...rdma.client import Peer
+from ...rdma.pool import PeerPool
 from ...rdma.rails import VerbsClient
 from ...rdma.verbs import open_client
 from ..face import Source
@@ -36,20 +38,24 @@ class Sources:
     def __init__(self, secret_file: str | None = None, arena_bytes: int = 0) -> None:
         self._secret = None if secret_file is None else _secret(Path(secret_file))
         self._transport: VerbsClient | None = open_client(arena_bytes) if arena_bytes else None
+        self._pool = PeerPool()
 
     def of(self, text: str) -> Source:
         """A :class:`~rota.rdma.client.Peer`, or the directory's path as it is."""
         if not text.startswith(SCHEME):
             return text
         address, adapter = parse_peer_url(text)
-        return Peer(address, adapter, secret=self._secret, transport=self._transport)
+        return Peer(
+            address, adapter, secret=self._secret, transport=self._transport, pool=self._pool
+        )
 
     def all(self, named: Mapping[str, str]) -> dict[str, Source]:
         """:meth:`of` for every name."""
         return {name: self.of(text) for name, text in named.items()}
 
     def close(self) -> None:
-        """Give the registered memory and the device back. Idempotent."""
+        """Give the connections, the registered memory and the device back. Idempotent."""
+        self._pool.close()
         transport, self._transport = self._transport, None
         if transport is None:
             return

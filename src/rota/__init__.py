@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .gpu.lora.source import BytesSource, DirectorySource
     from .gpu.model.params import SamplingParams
     from .rdma.client import Peer
+    from .rdma.pool import PeerPool
     from .sched.engine import Engine
     from .sched.face import DEFAULT, AdapterReply
     from .sched.ipc.client import Client, connect
@@ -41,6 +42,7 @@ _HOMES = {
     "Engine": ".sched.engine",
     "GenerationEvent": ".sched.streams",
     "Peer": ".rdma.client",
+    "PeerPool": ".rdma.pool",
     "SamplingParams": ".gpu.model.params",
     "BytesSource": ".gpu.lora.source",
     "CapacityError": ".errors",
@@ -72,6 +74,7 @@ __all__ = [
     "InternalError",
     "ModelError",
     "Peer",
+    "PeerPool",
     "RejectError",
     "RequestError",
     "RotaError",

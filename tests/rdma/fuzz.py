@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from rota.errors import RotaError, WireError
+from rota.gpu.lora.report import LoadReport
 from rota.rdma import messages as m
 from rota.rdma.frames2 import HEADER, Received, Times
 from rota.rdma.manifest1 import Manifest1, Tensor1
@@ -33,12 +34,23 @@ from rota.rdma.wire2 import Wire2Client, Wire2Server
 DIGEST = "0123456789abcdef" * 4
 MANIFEST1 = Manifest1("a", ("s",), (100,), (Tensor1("t", "BF16", (2, 3), 40, 12, 0),))
 PAIR = QueuePair1(1, 2, bytes(16))
+REPORT = LoadReport(
+    2, 1, {"q_proj": 1}, (), ("n",), ((4, 1),), ((2.0, 1),), {"F32": 2}, 0, 0, {}, 64, 32, {}
+)
+MANIFEST2 = m.Manifest("a", 1, DIGEST, b"{}", [10, 20], [])
+PACKED = m.Packed(
+    DIGEST, DIGEST, 64, "sha256", bytes(32), bytes(4), bytes(2), b"", 0, 0, REPORT, None
+)
+LAYOUT = m.LayoutSpec({"num_layers": 1, "kinds": ["full"]}, 8, "bf16", 0, False)
 REQUESTS: tuple[tuple[m.Message, m.Message], ...] = (
     (m.ListIds(), m.Ids(["a", "b" * 255])),
-    (m.Open("a"), m.Manifest("a", 1, DIGEST, b"{}", [10, 20], [])),
+    (m.Open("a"), MANIFEST2),
     (m.Open("zz"), m.Refused("request", "unknown-adapter", "no", "zz", None, None, 0.5)),
     (m.Read(DIGEST, 0, "", 0, 40), m.Data()),
     (m.Release(DIGEST), m.Released()),
+    (m.Pack(DIGEST, DIGEST, LAYOUT, ["sha256"]), PACKED),
+    (m.Fetch("a", DIGEST, ["sha256"], 0, 64), m.Fetched(MANIFEST2, PACKED)),
+    (m.Fetch("a", DIGEST, ["sha256"], 0, 0), m.Fetched(MANIFEST2, None)),
     (
         m.Connect([m.Rail(1, 2, bytes(16), 3, 16)] * 2),
         m.Connected([m.Rail(3, 4, bytes(16), 3, 16)] * 2),
@@ -119,7 +131,9 @@ def version2(rng: random.Random) -> None:
             client.receive_data(data)
             list(client.events(0.0))
         for ask, answer in plan:
-            sink = memoryview(bytearray(ask.nbytes)) if isinstance(ask, m.Read) else None
+            size = {m.Read: "nbytes", m.Fetch: "room"}.get(type(ask))
+            room = 0 if size is None else getattr(ask, size)
+            sink = memoryview(bytearray(room)) if room else None
             number = client.request(ask, 0.0, sink)
             data = client.data_to_send()
             said[0] += data

@@ -19,12 +19,21 @@ class Proxy:
         host, _, port = target.rpartition(":")
         self._target, self._what, self._left = (host, int(port)), what, limit
         self._piece = piece
+        self._cut_next = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
         self.connections = 0
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
+
+    def cut_after(self, limit: int) -> None:
+        """From now on: cut once that many more bytes came from the target."""
+        self._left, self._what = limit, "cut"
+
+    def cut_at_next_byte(self) -> None:
+        """The next byte from a client cuts its connection; later connections are left alone."""
+        self._cut_next = True
 
     def _accept(self) -> None:
         while True:
@@ -43,6 +52,11 @@ class Proxy:
     def _carry(self, source: socket.socket, sink: socket.socket, limited: bool) -> None:
         try:
             while data := source.recv(self._piece):
+                if self._cut_next and not limited:
+                    self._cut_next = False
+                    for one in (source, sink):
+                        one.shutdown(socket.SHUT_RDWR)
+                    return
                 if limited and len(data) >= self._left:
                     sink.sendall(data[: self._left])
                     self._left = 0

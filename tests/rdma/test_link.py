@@ -42,27 +42,33 @@ def test_without_faults(
     assert staged.digest == disk.digest and link.closed
 
 
-def carried(kit: Any, simulated: Any, store: Store, packed: str) -> int:
-    """Bytes the peer sends in a whole promotion."""
-    link = simulated(store, 0)
-    stage(source(link, kit, packed=packed), kit.small)
+def nothing_held(digest: str) -> None:
+    """With this the image is asked for by a `Read`; without it it comes along with the answer."""
+
+
+def carried(kit: Any, simulated: Any, store: Store, packed: str, **more: Any) -> int:
+    """Bytes the peer sends in a whole promotion (once it has packed)."""
+    for _ in range(2):
+        link = simulated(store, 0)
+        stage(source(link, kit, packed=packed), kit.small, **more)
     return int(link.sent)
 
 
+@pytest.mark.parametrize("held", [None, nothing_held])
 @pytest.mark.parametrize("packed", ["always", "never"])
 @pytest.mark.parametrize("fault", ["cut", "hang", "flip", "drop", "repeat"])
 def test_one_fault_anywhere(
-    kit: Any, simulated: Any, store: Store, folder: Path, fault: str, packed: str
+    kit: Any, simulated: Any, store: Store, folder: Path, fault: str, packed: str, held: Any
 ) -> None:
     """Either an error by name, or (never with a fault in bytes that matter) the right image."""
-    total = carried(kit, simulated, store, packed)
+    total = carried(kit, simulated, store, packed, held=held)
     disk = stage(DirectorySource(folder), kit.small).image.buffer.tobytes()
     places = random.Random(f"{fault} {packed}").sample(range(total), 60)
     failed = 0
     for seed, place in enumerate([*places, 0, total - 1]):
         link = simulated(store, seed, {place: fault})
         try:
-            staged = stage(source(link, kit, packed=packed), kit.small)
+            staged = stage(source(link, kit, packed=packed), kit.small, held=held)
         except RotaError as error:
             failed += 1
             assert error.code.startswith(("wire-", "peer-", "digest-")), error
@@ -73,16 +79,19 @@ def test_one_fault_anywhere(
     assert failed >= 60
 
 
-def test_every_byte_of_the_payload_matters(kit: Any, simulated: Any, store: Store) -> None:
-    total = carried(kit, simulated, store, "always")
+@pytest.mark.parametrize("held", [None, nothing_held])
+def test_every_byte_of_the_payload_matters(
+    kit: Any, simulated: Any, store: Store, held: Any
+) -> None:
+    total = carried(kit, simulated, store, "always", held=held)
     for back in (1, 1000, kit.small.slot_bytes):
         link = simulated(store, back, {total - back: "flip"})
         with pytest.raises(StagingError) as caught:
-            stage(source(link, kit, packed="always"), kit.small)
+            stage(source(link, kit, packed="always"), kit.small, held=held)
         assert caught.value.code == "digest-mismatch"
 
 
-@pytest.mark.parametrize("at", [m.Open, m.Pack, m.Read])
+@pytest.mark.parametrize("at", [m.Fetch, m.Pack, m.Read])
 def test_files_change_during_a_promotion(
     kit: Any, simulated: Any, store: Store, folder: Path, tmp_path: Path, at: type
 ) -> None:
@@ -99,8 +108,8 @@ def test_files_change_during_a_promotion(
     link.before_answer = change
     landed = stage(source(link, kit, packed="always"), kit.small)
     new = stage(DirectorySource(folder), kit.small)
-    expected = new if at is m.Open else old
-    assert landed.digest == expected.digest != (old if at is m.Open else new).digest
+    expected = new if at is m.Fetch else old
+    assert landed.digest == expected.digest != (old if at is m.Fetch else new).digest
     assert landed.image.buffer.tobytes() == expected.image.buffer.tobytes()
     again = stage(source(simulated(store, 2), kit, packed="always"), kit.small)
     assert again.digest == new.digest

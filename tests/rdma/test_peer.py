@@ -20,7 +20,7 @@ from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, StageLimits, stage
-from rota.rdma import client, hashes
+from rota.rdma import hashes, landing
 from rota.rdma import messages as m
 from rota.rdma.address import parse_address, parse_peer_url
 from rota.rdma.client import Peer
@@ -135,13 +135,13 @@ def test_both_ends_agree_on_a_hash(
     kit: Any, serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     running = serve({"one": folder})
-    monkeypatch.setattr(client, "KNOWN", {name: hashes.KNOWN[name]})
+    monkeypatch.setattr(landing, "KNOWN", {name: hashes.KNOWN[name]})
     source = Peer(running.address, "one", secret=kit.secret, packed="always")
     same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
     # A hash only one end knows is passed over; with none in common nothing is packed.
-    monkeypatch.setattr(client, "KNOWN", {"new": hashes.KNOWN[name], name: hashes.KNOWN[name]})
+    monkeypatch.setattr(landing, "KNOWN", {"new": hashes.KNOWN[name], name: hashes.KNOWN[name]})
     same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
-    monkeypatch.setattr(client, "KNOWN", {"new": hashes.KNOWN[name]})
+    monkeypatch.setattr(landing, "KNOWN", {"new": hashes.KNOWN[name]})
     assert refusal(lambda: stage(source, kit.small)).code == "no-common-hash"
 
 

@@ -1,0 +1,264 @@
+"""Bytes on their way from a peer into their buffers.
+
+What it owns: a promotion's targets while they are filled. Invariants: what a peer says is checked
+before what it sends is used; an image is made only of bytes whose digests are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CapacityError, RejectError
+from ..gpu.lora import safefile
+from ..gpu.lora.audit import check_targets
+from ..gpu.lora.config import parse_config
+from ..gpu.lora.image import SlotImage
+from ..gpu.lora.layout import SlotLayout
+from ..gpu.lora.pack import reuse_buffer
+from ..gpu.lora.stage import Held, StagedAdapter, StageLimits
+from . import messages as m
+from .hashes import KNOWN
+from .layouts import check_packed, layout_spec
+from .pool import Session
+from .verify import ChunkVerifier
+
+log = logging.getLogger("rota.rdma.landing")
+Buffer = npt.NDArray[np.uint8] | bytearray | memoryview
+Progress = Callable[[int, int], None]
+_PHASES: Final = ("resolve", "pack", "transfer", "verify")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a promotion asks for, and when (by ``clock``) it began; see `stage`."""
+
+    layout: SlotLayout
+    limits: StageLimits
+    buffer: Buffer | None
+    held: Held | None
+    clock: Callable[[], float]
+    begun: float
+
+
+def checked(manifest: m.Message, adapter: str, limits: safefile.FileLimits) -> m.Manifest:
+    """The manifest, within the limits. Raises RejectError config-too-large, file-too-large,
+    bad-index."""
+    assert isinstance(manifest, m.Manifest)
+    safefile.check_sizes(len(manifest.config), sum(manifest.shards), limits)
+    if len(manifest.shards) > limits.shards:
+        raise RejectError(
+            "too many shards",
+            code="bad-index",
+            subject=adapter,
+            expected=f"at most {limits.shards}",
+            found=len(manifest.shards),
+        )
+    return manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carrier:
+    """Moves bytes over one session: by its rails where they can read, else by its connection.
+
+    ``stall``: seconds without a byte; ``progress``: told (bytes there, bytes in all).
+    """
+
+    session: Session
+    stall: float
+    progress: Progress | None
+
+    def target(
+        self, nbytes: int, region: m.Region | None, wanted: npt.NDArray[np.uint8] | None
+    ) -> npt.NDArray[np.uint8]:
+        """Where bytes land: registered memory for one-sided reads, else what the caller gave."""
+        transport = self.session.transport
+        if self.session.rails is not None and region is not None and transport is not None:
+            try:
+                return transport.allocate(nbytes)
+            except CapacityError as error:
+                log.warning("reading by TCP: %s", error)
+        return np.empty(nbytes, np.uint8) if wanted is None else wanted
+
+    def bring(
+        self,
+        ask: m.Read,
+        region: m.Region | None,
+        target: npt.NDArray[np.uint8],
+        advance: Callable[[int], None],
+        before: int,
+        total: int,
+    ) -> None:
+        """Fill ``target`` with what ``ask`` names. Raises as `client.Peer.read`."""
+
+        def landed(count: int) -> None:
+            advance(count)
+            self.tell(before + count, total)
+
+        session = self.session
+        transport, rails = session.transport, session.rails
+        one_sided = rails is not None and transport is not None and transport.contains(target)
+        if region is not None and rails is not None and one_sided:
+            address = int.from_bytes(region.address, "little")
+            rails.read(
+                target,
+                address,
+                region.rkey,
+                session.deadline,
+                session.cancelled,
+                landed,
+                stall=self.stall,
+            )
+        else:
+            session.link.call(ask, target.data, landed)
+
+    def tell(self, count: int, total: int) -> None:
+        """Report progress."""
+        if self.progress is not None:
+            self.progress(count, total)
+
+
+class ImageLanding:
+    """One adapter's packed image: asked for, received, verified.
+
+    Args:
+        carrier: over the promotion's session.
+        adapter: its id.
+        files_at_least: bytes of files from which an image is wanted.
+        want: layout, limits and buffer.
+    """
+
+    def __init__(self, carrier: Carrier, adapter: str, files_at_least: int, want: Wanted) -> None:
+        self._carrier, self._adapter, self._want = carrier, adapter, want
+        self._least = files_at_least
+        self._session = carrier.session
+        self._wanted = (
+            None if want.buffer is None else reuse_buffer(want.layout, want.buffer, zero=False)
+        )
+        self._target: npt.NDArray[np.uint8] | None = None
+        self._manifest: m.Manifest | None = None
+        self._packed: m.Packed | None = None
+        self._verifier: ChunkVerifier | None = None
+        self._there = 0
+        self._told = self._want.begun
+
+    def ask(self) -> m.Manifest:
+        """Open the adapter; the image comes along where it is packed already and nothing held can
+        stand for it."""
+        layout, session = self._want.layout, self._session
+        room = layout.slot_bytes if session.rails is None and self._want.held is None else 0
+        if room:
+            self._target = np.empty(room, np.uint8) if self._wanted is None else self._wanted
+        ask = m.Fetch(self._adapter, layout.fingerprint(), list(KNOWN), self._least, room)
+        sink = None if self._target is None else self._target.data
+        session.link.call(ask, sink, self._landed, self._on_fetched)
+        assert self._manifest is not None
+        return self._manifest
+
+    def pack(self) -> None:
+        """Have the peer pack it, unless it has. Raises RotaError as it refuses, and RejectError as
+        the config's audit does here."""
+        if self._packed is None:
+            assert self._manifest is not None
+            layout = self._want.layout
+            self._audit()
+            ask = m.Pack(
+                self._manifest.digest, layout.fingerprint(), layout_spec(layout), list(KNOWN)
+            )
+            answer = self._session.link.call(ask)
+            assert isinstance(answer, m.Packed)
+            check_packed(answer, self._manifest.digest, layout)
+            self._packed = answer
+
+    def finish(self) -> StagedAdapter:
+        """The image, verified; received first, where it did not come along."""
+        packed, clock = self._packed, self._want.clock
+        assert packed is not None
+        times = [self._want.begun, self._told, self._told]
+        target = self._target
+        if not self._there:
+            times[2] = clock()
+            region = packed.region if self._session.rails is not None else None
+            if target is None:
+                target = self._carrier.target(packed.nbytes, region, self._wanted)
+            ask = m.Read(packed.digest, -1, packed.fingerprint, 0, packed.nbytes)
+            verifier = self._verify(target)
+            self._carrier.bring(ask, region, target, verifier.advance, 0, packed.nbytes)
+        times.append(clock())
+        assert self._verifier is not None and target is not None
+        self._verifier.finish()
+        if self._wanted is not None and self._wanted is not target:
+            self._wanted[:] = target
+            target = self._wanted
+        times.append(clock())
+        seconds = {n: b - a for n, a, b in zip(_PHASES, times, times[1:], strict=False)}
+        return _staged(packed, target, seconds)
+
+    def _on_fetched(self, answer: m.Message) -> None:
+        assert isinstance(answer, m.Fetched)
+        self._manifest = checked(answer.manifest, self._adapter, self._want.limits.files)
+        self._session.opened.append(self._manifest.digest)
+        if answer.packed is not None:
+            self._audit()
+            check_packed(answer.packed, self._manifest.digest, self._want.layout)
+            self._packed = answer.packed
+        self._told = self._want.clock()
+
+    def _audit(self) -> None:
+        """The config, as it is from disk."""
+        assert self._manifest is not None
+        limit = self._want.limits.files.config_bytes
+        check_targets(parse_config(self._manifest.config, max_bytes=limit), self._want.layout)
+
+    def _landed(self, count: int) -> None:
+        """Bytes that came with the answer. Without an image they are nothing, and stay so."""
+        if self._packed is not None and self._target is not None and count:
+            self._there = count
+            self._verify(self._target).advance(count)
+            self._carrier.tell(count, self._target.nbytes)
+
+    def _verify(self, target: npt.NDArray[np.uint8]) -> ChunkVerifier:
+        if self._verifier is None:
+            assert self._packed is not None
+            self._verifier = ChunkVerifier(target, self._packed.chunks, KNOWN[self._packed.hash])
+        return self._verifier
+
+    def __enter__(self) -> ImageLanding:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._verifier is not None:
+            self._verifier.close()
+
+
+def _staged(
+    packed: m.Packed, target: npt.NDArray[np.uint8], seconds: dict[str, float]
+) -> StagedAdapter:
+    ranks = tuple(np.frombuffer(packed.ranks, "<u2").tolist())
+    scales = np.frombuffer(packed.scales, "<f4").astype(np.float32)
+    scales.flags.writeable = False
+    image = SlotImage(
+        buffer=target,
+        present=tuple(rank > 0 for rank in ranks),
+        scales=scales,
+        ranks=ranks,
+        digest=packed.digest,
+        fingerprint=packed.fingerprint,
+        embed_rows=packed.embed_rows,
+        head_rows=packed.head_rows,
+        affine=tuple(map(bool, packed.affine)),
+    )
+    report = dataclasses.replace(packed.report, seconds=seconds)
+    return StagedAdapter(image, report, packed.digest)
