@@ -181,7 +181,9 @@ class SimEngine:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._thread.join, 10.0)
 
-    def _stage(self, source: AdapterSource, cancelled: Callable[[], bool], held: Held | None) -> SimStaged:
+    def _stage(
+        self, source: AdapterSource, cancelled: Callable[[], bool], held: Held | None
+    ) -> SimStaged:
         if self._gate is not None:
             self._gate.wait()
         raw = source.read(FileLimits())
