@@ -1,51 +1,28 @@
 """The CUDA device: the Device protocol on the driver API (cuda.bindings.driver).
 
 What it owns: the operations; context, tables and rules are in `cuda_base`, graphs in
-`cuda_capture`, address ranges in `cuda_memory`, compilation in `cuda_nvrtc`. No runtime API and no
-torch: it shares pointers and streams with torch through the primary context.
+`cuda_capture`, launch forms in `cuda_kernel`, address ranges in `cuda_memory`, compilation in
+`cuda_nvrtc`. No runtime API and no torch: it shares pointers and streams with torch through the
+primary context.
 
-Invariants: streams are non-blocking; a kernel's arguments go through one buffer and one array of
-pointers that live as long as the kernel (the driver copies at the call), so a launch allocates
-nothing; the lock is never held while a call waits for the GPU.
+Invariants: streams are non-blocking; a launch allocates nothing; the lock is never held while a
+call waits for the GPU.
 
 Source of the calls: CUDA driver API reference, 13.0.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
 
 from ..errors import DeviceError
 from .cuda_base import Held, HeldEvent
 from .cuda_capture import CudaGraphs
+from .cuda_kernel import OVERLAP_SINCE, SLOTS, CudaKernel
 from .cuda_memory import CudaBlock, Kind
 from .device import Dim3, Event, Kernel, KernelSpec, Stream
 from .host_launch import MAX_PARAMS, check_launch
-
-SLOTS: Final = {"p": "Q", "i": "i4x", "l": "q", "f": "f4x"}
-"""Each argument takes eight bytes of the buffer, whatever its type."""
-DEFAULT_SHARED: Final = 48 << 10
-"""Dynamic shared memory a kernel may ask for without opting in."""
-
-
-class CudaKernel:
-    """A loaded kernel and its argument buffer."""
-
-    __slots__ = ("addresses", "array", "buffer", "function", "packer", "shared_limit", "spec")
-
-    def __init__(self, spec: KernelSpec, function: Any) -> None:
-        self.spec = spec
-        self.function = function
-        self.packer = struct.Struct("<" + "".join(SLOTS[letter] for letter in spec.params))
-        self.buffer = ctypes.create_string_buffer(max(8, self.packer.size))
-        start = ctypes.addressof(self.buffer)
-        count = max(1, len(spec.params))
-        self.array = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
-        self.addresses = ctypes.addressof(self.array)
-        self.shared_limit = DEFAULT_SHARED
 
 
 class CudaDevice(CudaGraphs):
@@ -59,6 +36,7 @@ class CudaDevice(CudaGraphs):
         cache_dir: folder for compiled kernels; ``None`` compiles anew in each process.
         checked: leaks raise at close, and launches refuse addresses that are known to be freed.
         timing: events carry time stamps, for `elapsed_ms`.
+        probed: `cuda_probe.why_unavailable` found a device just now.
 
     Raises:
         DeviceError: cuda-unavailable (says why), bad-argument, driver-error.
@@ -331,7 +309,8 @@ class CudaDevice(CudaGraphs):
             function = self._call(
                 "cuModuleGetFunction", module, spec.name.encode(), subject=spec.name
             )
-            return CudaKernel(spec, function)
+            overlap = spec.overlaps and self.capability >= OVERLAP_SINCE
+            return CudaKernel(spec, function, self._driver, overlap=overlap)
 
     def launch(
         self,
@@ -349,7 +328,7 @@ class CudaDevice(CudaGraphs):
         spec = kernel.spec
         with self._lock:
             try:
-                kernel.packer.pack_into(kernel.buffer, 0, *args)
+                kernel.pack(args)
             except (struct.error, OverflowError, TypeError) as error:
                 check_launch(spec, grid, block, args, shared_bytes)
                 raise DeviceError(
@@ -368,17 +347,8 @@ class CudaDevice(CudaGraphs):
                     subject=spec.name,
                 )
                 kernel.shared_limit = shared_bytes
-            self._raw(
-                "cuLaunchKernel",
-                kernel.function,
-                *grid,
-                *block,
-                shared_bytes,
-                lane.handle,
-                kernel.addresses,
-                0,
-                subject=spec.name,
-            )
+            call, values = kernel.call(grid, block, shared_bytes, lane.handle)
+            self._raw(call, *values, subject=spec.name)
 
     def _named(self, spec: KernelSpec, args: Sequence[int | float]) -> list[CudaBlock]:
         """The blocks of the address arguments; an address known to be freed is refused."""

@@ -97,12 +97,13 @@ class CudaBase:
         cache_dir: Path | None = None,
         checked: bool = False,
         timing: bool = False,
+        probed: bool = False,
     ) -> None:
         if memory_limit is not None and memory_limit <= 0:
             raise DeviceError(
                 "bad memory limit", code="bad-argument", expected="> 0", found=memory_limit
             )
-        why = why_unavailable(test_driver=test_driver)
+        why = why_unavailable(test_driver=test_driver, apart=not probed)
         if why is not None:
             raise DeviceError(
                 f"no CUDA device can be used: {why}", code="cuda-unavailable", subject="cuda"

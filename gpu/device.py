@@ -85,6 +85,10 @@ class KernelSpec:
         footprint: optional ``footprint(args) -> [(address, bytes, "r" | "w")]``, used by checked
             devices just before the kernel runs (so it may read device tables that earlier work on
             the stream filled).
+        overlaps: on a GPU that can (compute capability 9.0), begin while the kernel launched before
+            it on the stream still runs. The kernel then waits itself (``griddepcontrol.wait``)
+            before it stores anything or reads what that kernel writes, some block of it always
+            does, and it never reads that through the read-only path.
     """
 
     name: str
@@ -92,6 +96,7 @@ class KernelSpec:
     host: Callable[..., object] | None = None
     cuda_source: str | None = None
     footprint: Footprint | None = None
+    overlaps: bool = False
 
 
 class Kernel(Protocol):
@@ -341,7 +346,9 @@ def open_device(spec: Literal["auto", "cpu", "cuda"] = "auto") -> Device:
 
             why = why_no_torch_cuda()
             if why is None:
-                return CudaDevice(cache_dir=Path.home() / ".cache" / "rota" / "kernels")
+                return CudaDevice(
+                    cache_dir=Path.home() / ".cache" / "rota" / "kernels", probed=True
+                )
         if spec == "cuda":
             raise DeviceError(
                 f"no CUDA device can be used: {why}", code="cuda-unavailable", subject="cuda"

@@ -22,7 +22,7 @@ from .driver import (
     MODE_RELAXED,
     FakeDriver,
 )
-from .queue_model import Capture, Work
+from .queue_model import Capture, Recorded, Work
 
 UPDATE_FAILURE: Final = 910
 
@@ -58,7 +58,8 @@ def capture_end(d: FakeDriver, handle: int | None, out: Any) -> int:
     if capture.unjoined():
         return CAPTURE_UNJOINED
     graph = d.new_handle()
-    d.graphs[graph] = tuple(capture.nodes)
+    trails = tuple(capture.trails.values())
+    d.graphs[graph] = Recorded(tuple(capture.nodes), trails)
     out[0] = graph
     return 0
 
@@ -85,13 +86,16 @@ def graph_upload(d: FakeDriver, graph_exec: int | None, handle: int | None) -> N
 
 def graph_launch(d: FakeDriver, graph_exec: int | None, handle: int | None) -> int:
     """cuGraphLaunch: the nodes run in capture order when the stream does."""
-    nodes, stream = d.get(d.execs, graph_exec), d.get(d.streams, handle)
+    recorded, stream = d.get(d.execs, graph_exec), d.get(d.streams, handle)
     if stream.capture is not None:
         stream.capture.invalid = True
         return CAPTURE_UNSUPPORTED
 
     def run() -> None:
-        for node in nodes:
+        # A graph begins after, and ends before, all else on the stream.
+        for trail in (*recorded.trails, stream.trail):
+            trail.clear()
+        for node in recorded.nodes:
             node.run()
 
     stream.push(Work("graph", graph_exec, run))
@@ -100,7 +104,8 @@ def graph_launch(d: FakeDriver, graph_exec: int | None, handle: int | None) -> i
 
 def graph_update(d: FakeDriver, graph_exec: int | None, graph: int | None, info: int) -> int:
     """cuGraphExecUpdate: same kinds of nodes and the same kernels, other arguments."""
-    old, new = d.get(d.execs, graph_exec), d.get(d.graphs, graph)
+    executable, update = d.get(d.execs, graph_exec), d.get(d.graphs, graph)
+    old, new = executable.nodes, update.nodes
     result = c.cast(info, c.POINTER(INT))
 
     def shape(node: Work) -> tuple[str, object]:
@@ -113,13 +118,13 @@ def graph_update(d: FakeDriver, graph_exec: int | None, graph: int | None, info:
     result[0] = 0 if same else 2
     if not same:
         return UPDATE_FAILURE
-    d.execs[graph_exec or 0] = new
+    d.execs[graph_exec or 0] = update
     return 0
 
 
 def graph_nodes(d: FakeDriver, graph: int | None, out: Any, count: Any) -> None:
     """cuGraphGetNodes: the number of nodes only."""
-    count[0] = len(d.get(d.graphs, graph))
+    count[0] = len(d.get(d.graphs, graph).nodes)
 
 
 def graph_destroy(d: FakeDriver, graph: int | None) -> None:

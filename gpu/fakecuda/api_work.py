@@ -18,15 +18,19 @@ from .driver import (
     CAPTURED_EVENT,
     INVALID_VALUE,
     NOT_READY,
+    NOT_SUPPORTED,
     DriverError,
     FakeDriver,
 )
+from .ptx_exec import Dim3
 from .ptx_parse import PARAM_BYTES
 from .queue_model import QUERIES_BEFORE_DONE, Event, Stream, Wait, Work, drain
 
 DEFAULT_SHARED: Final = 48 << 10
 """Shared bytes a block may have before its kernel opts in to more."""
 MAX_GRID: Final = (2**31 - 1, 65535, 65535)
+PROGRAMMATIC_SERIALIZATION: Final = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
 
 def stream_create(d: FakeDriver, out: Any, flags: int) -> None:
@@ -235,6 +239,25 @@ def memset(d: FakeDriver, dst: int, byte: int, nbytes: int, handle: int | None) 
     d.submit(stream, Work("memset", (dst, byte, nbytes), run))
 
 
+class LaunchAttribute(c.Structure):
+    """CUlaunchAttribute: an id, and a union of 64 bytes whose first int is what is modelled."""
+
+    _fields_ = (("id", c.c_int), ("pad", c.c_int), ("value", c.c_int), ("rest", c.c_int * 15))
+
+
+class LaunchConfig(c.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", UINT * 3),
+        ("block", UINT * 3),
+        ("shared", UINT),
+        ("stream", PTR),
+        ("attributes", c.POINTER(LaunchAttribute)),
+        ("count", UINT),
+    )
+
+
 def launch(
     d: FakeDriver,
     function: int | None,
@@ -250,14 +273,46 @@ def launch(
     extra: int | None,
 ) -> int:
     """cuLaunchKernel: the arguments are read here, the kernel runs when the stream does."""
+    return _launch(d, function, (gx, gy, gz), (bx, by, bz), shared, handle, params, early=False)
+
+
+def launch_ex(
+    d: FakeDriver, config: int | None, function: int | None, params: int | None, extra: int | None
+) -> int:
+    """cuLaunchKernelEx, with programmatic stream serialisation or no attribute."""
+    if not config:
+        return INVALID_VALUE
+    asked = LaunchConfig.from_address(config)
+    early = False
+    for attribute in asked.attributes[: asked.count]:
+        if attribute.id != PROGRAMMATIC_SERIALIZATION:
+            return NOT_SUPPORTED
+        early = attribute.value != 0
+    if early and d.capability < (9, 0):
+        return NOT_SUPPORTED
+    grid, block = tuple(asked.grid), tuple(asked.block)
+    return _launch(d, function, grid, block, asked.shared, asked.stream, params, early=early)
+
+
+def _launch(
+    d: FakeDriver,
+    function: int | None,
+    grid: Dim3,
+    block: Dim3,
+    shared: int,
+    handle: int | None,
+    params: int | None,
+    *,
+    early: bool,
+) -> int:
     _, program = d.get(d.functions, function)
     stream = d.get(d.streams, handle)
-    grid, block = (gx, gy, gz), (bx, by, bz)
     if any(not 1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)):
         return INVALID_VALUE
-    if min(block) < 1 or bx * by * bz > 1024 or bz > 64:
+    threads = block[0] * block[1] * block[2]
+    if min(block) < 1 or threads > 1024 or block[2] > 64:
         return INVALID_VALUE
-    if bx * by * bz > program.code.max_threads:
+    if threads > program.code.max_threads:
         return 701
     if shared > d.shared_limits.get(function or 0, DEFAULT_SHARED - program.code.shared_bytes):
         return INVALID_VALUE
@@ -271,9 +326,14 @@ def launch(
         if not address:
             return INVALID_VALUE
         args.append(c.string_at(address, PARAM_BYTES[kind]))
+    trail = d.trail(stream)
 
     def run() -> None:
-        program.launch(grid, block, args, shared, d.arena, backwards=d.backwards)
+        ahead = trail if early else None
+        stores = program.launch(
+            grid, block, args, shared, d.arena, backwards=d.backwards, ahead=ahead
+        )
+        trail.follow(stores, early)
 
     d.submit(stream, Work("kernel", (program.code.name, grid, block), run))
     return 0
@@ -298,5 +358,6 @@ ENTRIES: Final[Mapping[str, Entry]] = MappingProxyType(
         "cuMemcpyDtoDAsync": Entry((U64, U64, SIZE, PTR), copy_on_device),
         "cuMemsetD8Async": Entry((U64, c.c_ubyte, SIZE, PTR), memset),
         "cuLaunchKernel": Entry((PTR, *(UINT,) * 7, PTR, PTR, PTR), launch),
+        "cuLaunchKernelEx": Entry((PTR, PTR, PTR, PTR), launch_ex),
     }
 )

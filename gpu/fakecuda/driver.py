@@ -14,12 +14,13 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from .arena import AccessError, Arena
+from .overlap import Trail
 from .ptx_exec import Program
-from .queue_model import Capture, Event, Stream, Work, drain
+from .queue_model import Capture, Event, Recorded, Stream, Work, drain
 
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
@@ -28,6 +29,7 @@ INVALID_HANDLE: Final = 400
 ILLEGAL_STATE: Final = 401
 NOT_FOUND: Final = 500
 NOT_READY: Final = 600
+NOT_SUPPORTED: Final = 801
 CAPTURE_UNSUPPORTED: Final = 900
 CAPTURE_INVALIDATED: Final = 901
 CAPTURE_MERGE: Final = 902
@@ -103,8 +105,8 @@ class FakeDriver:
         self.modules: dict[int, dict[str, Program]] = {}
         self.functions: dict[int, tuple[int, Program]] = {}
         self.shared_limits: dict[int, int] = {}
-        self.graphs: dict[int, tuple[Work, ...]] = {}
-        self.execs: dict[int, tuple[Work, ...]] = {}
+        self.graphs: dict[int, Recorded] = {}
+        self.execs: dict[int, Recorded] = {}
         self.captures: list[Capture] = []
         self._handles = itertools.count(0x10000, 0x10)
         self._current = threading.local()
@@ -211,9 +213,15 @@ class FakeDriver:
             stream.capture.invalid = True
             raise DriverError(CAPTURE_UNSUPPORTED)
 
+    def trail(self, stream: Stream) -> Trail:
+        """Where work queued or recorded on the stream now will leave what it stores."""
+        return stream.trail if stream.capture is None else stream.capture.trails[stream.handle]
+
     def submit(self, stream: Stream, work: Work) -> None:
-        """Queue work, or record it."""
+        """Queue work, or record it. What follows anything but a kernel begins when that ended."""
         capture = stream.capture
+        if work.kind != "kernel":
+            work = replace(work, run=_then(work.run, self.trail(stream).clear))
         if capture is None:
             stream.push(work)
         elif capture.invalid:
@@ -224,3 +232,11 @@ class FakeDriver:
     def finish(self, stream: Stream) -> None:
         """Run all of a stream."""
         drain(stream, stream.queued)
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        first()
+        second()
+
+    return run

@@ -7,7 +7,8 @@ that depends on the order of blocks shows.
 
 Judged: every global access (`Arena`), shared accesses (range, alignment, races between warps that
 no barrier separates), barriers not all threads of a block reach, shuffles from lanes that do not
-take part, two lanes or two blocks that store to one address. Not judged: speed, memory order
+take part, two lanes or two blocks that store to one address, kernels that begin early (`overlap`).
+Not judged: speed, memory order
 between blocks, races inside a warp.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import AccessError, Arena
+from .overlap import Early, Store, Trail
 from .ptx_ops import ALL, SPECIAL, Lanes, Op, Select, State, build
 from .ptx_parse import PARAM_BYTES, KernelCode
 
@@ -46,8 +48,11 @@ class Program:
         arena: Arena,
         *,
         backwards: bool = False,
-    ) -> int:
-        """Run the whole grid; ``args`` are the raw bytes of each parameter. Returns steps taken.
+        ahead: Trail | None = None,
+    ) -> list[Store]:
+        """Run the whole grid; ``args`` are the raw bytes of each parameter. Returns what it stored.
+
+        ``ahead``: what the kernel before it stored, if this one may begin before that has ended.
 
         Raises:
             AccessError: what a GPU would not survive, with the instruction.
@@ -62,16 +67,23 @@ class Program:
             params[name] = np.frombuffer(raw, wide)[0]
         batch = max(1, LANES_AT_ONCE // threads)
         firsts = range(0, blocks, batch)
-        stores: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]] = []
-        steps = 0
+        stores: list[Store] = []
+        waited = ahead is None
         for first in reversed(firsts) if backwards else firsts:
             count = min(batch, blocks - first)
             state = self._state(grid, block, first, count, params, shared_bytes, arena)
+            if ahead is not None:
+                state.early = Early(ahead, state.lanes)
             with np.errstate(all="ignore"):
-                steps += _Run(self, state).run()
+                _Run(self, state).run()
             stores += state.stores
+            waited = waited or bool(state.early and state.early.waited.any())
+        if not waited:
+            raise AccessError(
+                f"{self.code.name}: no thread waits for the kernel before: others may overtake it"
+            )
         _judge_stores(self.code.name, stores)
-        return steps
+        return stores
 
     def _state(
         self,
@@ -127,15 +139,15 @@ class _Run:
         self.alive: Select = ALL  # all lanes that have not returned, while they agree
         self.agree = True
 
-    def run(self) -> int:
-        """Until every lane has returned; the number of instructions issued."""
-        for step in range(MAX_STEPS):
+    def run(self) -> None:
+        """Until every lane has returned."""
+        for _ in range(MAX_STEPS):
             if self.agree:
                 if self.pc >= self.end or len(self.state.ids(self.alive)) == 0:
-                    return step
+                    return
                 self._together()
             elif not self._apart():
-                return step
+                return
         raise AccessError(f"{self.state.name}: a loop without end", 702)
 
     def _together(self) -> None:
@@ -250,14 +262,12 @@ class _Run:
         state.epoch[counts > 0] += 1
 
 
-def _judge_stores(
-    name: str, stores: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]
-) -> None:
+def _judge_stores(name: str, stores: list[Store]) -> None:
     """Two blocks of one launch must not store to one address: their order is nobody's."""
     if not stores:
         return
-    addresses = np.concatenate([addr for addr, _ in stores])
-    blocks = np.concatenate([block for _, block in stores])
+    addresses = np.concatenate([store.addresses for store in stores])
+    blocks = np.concatenate([store.blocks for store in stores])
     order = np.argsort(addresses, kind="stable")
     addresses, blocks = addresses[order], blocks[order]
     clash = (addresses[1:] == addresses[:-1]) & (blocks[1:] != blocks[:-1])

@@ -1,4 +1,4 @@
-"""PTX instructions that need to know exactly which lanes run them: memory, shuffles, traps.
+"""PTX instructions that need to know exactly which lanes run them: memory, shuffles, waits, traps.
 
 Owns nothing. Each closure judges before it acts, and names the instruction in what it raises.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import AccessError
+from .overlap import Store
 from .ptx_ops import TYPES, Lanes, Reader, Select, State, _reader
 from .ptx_parse import Instruction, KernelCode
 
@@ -26,6 +27,14 @@ def memory_op(code: KernelCode, ins: Instruction) -> Run | None:
         return _load_store(code, ins)
     if name == "shfl":
         return _shuffle(code, ins)
+    if name == "griddepcontrol":
+        waits = ins.op[1] == "wait"
+
+        def depend(state: State, sel: Select) -> None:
+            if waits and state.early is not None:
+                state.early.waited[sel] = True
+
+        return depend
     if name == "trap":
 
         def trap(state: State, sel: Select) -> None:
@@ -68,6 +77,15 @@ def _load_store(code: KernelCode, ins: Instruction) -> Run | None:
         data = None
         if not loading:
             data = np.stack([np.broadcast_to(v(s, sel), len(ids)) for v in values])
+        if s.early is not None and access is _global:
+            s.early.judge(
+                ids,
+                address,
+                want.itemsize * vector,
+                storing=not loading,
+                read_only="nc" in op,
+                what=what,
+            )
         found = access(s, ids, address, want, vector, data, what)
         if found is not None:
             for name, value in zip(names, found, strict=True):
@@ -102,7 +120,7 @@ def _global(
         memory[at + j] = bits[j]
         if (memory[at + j] != bits[j]).any():
             raise AccessError(f"{what}: two lanes store different values to one address")
-        s.stores.append((lanes + np.uint64(item * j), s.block[ids] + s.first_block))
+        s.stores.append(Store(lanes + np.uint64(item * j), s.block[ids] + s.first_block, item))
     return None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import AccessError, Arena
+from .overlap import Early, Store
 from .ptx_parse import Instruction, KernelCode
 
 TYPES: Final[dict[str, type[np.generic]]] = {
@@ -52,7 +53,8 @@ class State:
     shared_bytes: int
     blocks: int
     regs: dict[str, Lanes] = field(default_factory=dict)
-    stores: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    early: Early | None = None
 
     def __post_init__(self) -> None:
         shape = (self.blocks, max(self.shared_bytes, 1))
@@ -315,8 +317,6 @@ def build(code: KernelCode, at: int) -> Op:
     if op[0] in ("bar", "barrier") and o == ("0",):
         made.kind = "barrier"
         return made
-    if op[0] == "griddepcontrol":
-        return made  # streams run one kernel at a time
     run = memory_op(code, ins)
     if run is not None:
         made.kind = "exact"

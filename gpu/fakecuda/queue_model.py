@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from .overlap import Trail
+
 QUERIES_BEFORE_DONE: Final = 2
 """Queries that find pending work unfinished before it is run: shows code that never waits."""
 PENDING_LIMIT: Final = 4096
@@ -40,6 +42,7 @@ class Stream:
     done: int = 0
     queries: int = 0
     capture: Capture | None = None
+    trail: Trail = field(default_factory=Trail)
 
     def push(self, item: Work | Wait) -> None:
         """Queue one piece."""
@@ -83,6 +86,7 @@ class Capture:
     nodes: list[Work] = field(default_factory=list)
     members: dict[int, Stream] = field(default_factory=dict)
     clocks: dict[int, dict[int, int]] = field(default_factory=dict)
+    trails: dict[int, Trail] = field(default_factory=dict)
     invalid: bool = False
     thread: int = field(default_factory=threading.get_ident)
 
@@ -90,6 +94,7 @@ class Capture:
         """Make a stream a member; its clock."""
         stream.capture = self
         self.members[stream.handle] = stream
+        self.trails.setdefault(stream.handle, Trail())
         return self.clocks.setdefault(stream.handle, {stream.handle: 0})
 
     def add(self, stream: Stream, node: Work) -> None:
@@ -106,6 +111,14 @@ class Capture:
         """Set the member streams free."""
         for stream in self.members.values():
             stream.capture = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a capture recorded: its nodes in call order, and the trail of each member stream."""
+
+    nodes: tuple[Work, ...]
+    trails: tuple[Trail, ...]
 
 
 def drain(stream: Stream, place: int) -> None:

@@ -1,6 +1,6 @@
 """The LoRA delta and the table refresh on any `Device`: kernel specs, launch shapes, a group.
 
-What it is: `lora.cu` (bf16), `lora_f32.cu` and `tables.cu` as `KernelSpec`s with a host form each,
+What it is: `lora.cu` (for bf16 and float32) and `tables.cu` as `KernelSpec`s with a host form each,
 so that one launch code runs on the host device, the test driver and a GPU. It owns no memory:
 planes are the caller's.
 
@@ -29,7 +29,7 @@ MAX_ROWS: Final = 65535
 LONG_INPUT: Final = 4096
 EXPAND_THREADS: Final = 128
 PAIRS_PER_BLOCK: Final = 128
-SOURCES: Final = {torch.bfloat16: "lora.cu", torch.float32: "lora_f32.cu"}
+SWITCHES: Final = {torch.bfloat16: "", torch.float32: "#define F32\n"}
 
 Args = tuple[int | float, ...]
 
@@ -68,7 +68,7 @@ def lora_specs(
     Raises:
         DeviceError: bad-argument, for a rank or a type the kernels are not made for.
     """
-    if dtype not in SOURCES:
+    if dtype not in SWITCHES:
         raise DeviceError(
             "no LoRA kernels for this element type",
             code="bad-argument",
@@ -84,8 +84,8 @@ def lora_specs(
             expected=f"a multiple of 8 in 8..{MAX_RANK}",
             found=rank,
         )
-    text = Path(__file__).with_name(SOURCES[dtype]).read_text(encoding="utf-8")
-    source = f"#define RANK {rank}\n#define CHUNK {chunk}\n{text}"
+    text = Path(__file__).with_name("lora.cu").read_text(encoding="utf-8")
+    source = f"#define RANK {rank}\n#define CHUNK {chunk}\n{SWITCHES[dtype]}{text}"
 
     def shrink(*args: int | float) -> None:
         _host_shrink(rank, chunk, dtype, args)
@@ -95,7 +95,7 @@ def lora_specs(
 
     return (
         KernelSpec("lora_shrink", "p" * 6 + "i" * 5, shrink, source),
-        KernelSpec("lora_expand", "p" * 12 + "i" * 11, expand, source),
+        KernelSpec("lora_expand", "p" * 12 + "i" * 11, expand, source, overlaps=True),
     )
 
 

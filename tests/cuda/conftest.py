@@ -78,6 +78,12 @@ def rig(cuda_machine, driver):
 
 
 @pytest.fixture
+def new_rig():
+    """The `Rig` class, for tests that open a device of their own and close it."""
+    return Rig
+
+
+@pytest.fixture
 def fake_rig(rig):
     """A rig that needs the test driver."""
     if rig.driver is None:

@@ -98,8 +98,11 @@ def test_the_float32_kernels(compiled, disassembled, tmp_path, capability, rank)
     code, found = compiled(lora_specs(rank, 512, torch.float32)[0], capability)
     assert set(found) == {"lora_shrink", "lora_expand"}
     for name, (registers, spilled, shared) in found.items():
-        assert (spilled, registers <= 96) == (0, True), (name, registers)
-        assert shared <= 4 * rank + 1024, (name, shared)
+        assert spilled == 0, (name, spilled)
+        # Weights twice as wide: 128 registers keep 4 blocks of the expand on a multiprocessor.
+        most = 96 if name == "lora_shrink" else 128 if rank <= 64 else REGISTERS[name]
+        assert registers <= most, (name, registers)
+        assert shared <= (16 * rank + 1024 if name == "lora_expand" else 1024), (name, shared)
     if rank == 64:
         for text in disassembled(code, tmp_path).values():
             assert len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", text)) >= 4
@@ -130,6 +133,31 @@ def test_weights_and_input_are_read_sixteen_bytes_at_a_time(
     assert len(re.findall(r"\bLDG\.E\.NA\.128", shrink)) >= 8  # weights stay out of L1
     for text in (shrink, expand):
         assert "ATOM" not in text and "RED" not in re.findall(r"^\s*/\*\w+\*/\s+(\w+)", text, re.M)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "f32"))
+@pytest.mark.parametrize("rank", (8, 16, 64, 128))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_expand_asks_for_its_weights_before_it_waits_for_the_shrink(
+    compiled, disassembled, tmp_path, capability, rank, dtype
+):
+    code, _ = compiled(lora_specs(rank, 512, dtype)[0], capability)
+    sass = disassembled(code, tmp_path)
+    shrink, expand = sass["lora_shrink"], sass["lora_expand"]
+    if capability < (9, 0):
+        assert "ACQBULK" not in expand and "PREEXIT" not in shrink
+        return
+    # The next kernel is let go before the first weights are asked for.
+    assert 0 <= shrink.index("PREEXIT") < shrink.index("LDG.E.NA.128")
+    loads = re.findall(r"ACQBULK|BAR\.SYNC|LDG\.E\S*", expand)
+    barrier = loads.index("BAR.SYNC")
+    # Blocks without work wait elsewhere; of those with work, this is the wait.
+    wait = max(at for at, text in enumerate(loads[:barrier]) if "ACQBULK" in text)
+    wide = [at for at, text in enumerate(loads) if text.startswith("LDG.E.128")]
+    assert len(wide) >= 3 and max(wide) < wait
+    # Between it and the barrier the planes alone, and not by the read-only path.
+    planes = loads[wait + 1 : barrier]
+    assert planes and set(planes) == {"LDG.E"}
 
 
 def test_a_kernel_that_spills_would_be_seen(compiled):

@@ -12,6 +12,10 @@ from rota.gpu.device import KernelSpec
 
 ONE = (1, 1, 1)
 SOURCE = """extern "C" __global__ void k(int* p, int v) { p[threadIdx.x] = v; }"""
+EARLY = """extern "C" __global__ void k(int* p, int v) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    p[threadIdx.x] = v;
+}"""
 NEVER_CALLED = {
     "cuDriverGetVersion",
     "cuCtxGetCurrent",
@@ -52,6 +56,7 @@ def tour(device):
         host = hold(lambda: device.pinned_alloc(256, label="host"), device.pinned_free)
         page = ctypes.create_string_buffer(256)
         k = device.load_kernel(KernelSpec("k", "pi", cuda_source=SOURCE))
+        early = device.load_kernel(KernelSpec("k", "pi", cuda_source=EARLY, overlaps=True))
         device.memory_info()
         device.record_event(first, s)
         device.memset(a, 1, 256, s)
@@ -70,6 +75,7 @@ def tour(device):
             stack.callback(give_back, device.abort_capture_if_active, s)
             device.begin_capture(s)
             device.launch(k, ONE, (32, 1, 1), (b, value), s, 60_000)
+            device.launch(early, ONE, (32, 1, 1), (b, value), s)
             graphs.append(hold(lambda: device.end_capture(s), device.destroy_graph))
         graph_exec = hold(lambda: device.instantiate(graphs[0]), device.destroy_exec)
         device.update(graph_exec, graphs[1])

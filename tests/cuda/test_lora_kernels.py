@@ -101,10 +101,10 @@ def test_a_run_of_one_slot_reads_its_weights_once(fake_rig, problem):
 def test_q_k_v_of_different_widths_in_one_launch_pair(rig, problem):
     p = problem(n=5, k_in=576, rank=16, widths=(576, 192, 192), slots=[0, 1, -1, 2, 0])
     p.load(rig)
-    before = rig.driver.calls["cuLaunchKernel"] if rig.driver else 0
     p.apply()
-    if rig.driver:
-        assert rig.driver.calls["cuLaunchKernel"] - before == 2
+    if rig.driver:  # the second may begin while the first still runs
+        calls = rig.driver.calls
+        assert (calls["cuLaunchKernel"], calls["cuLaunchKernelEx"]) == (1, 1)
     assert np.array_equal(p.result(), p.expected())
 
 

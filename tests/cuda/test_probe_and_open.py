@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +18,14 @@ from rota.gpu.fakecuda.load import build, load
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fresh(code, *, timeout=120):
-    """Run code in a process of its own; its output lines."""
+def fresh(code, *, timeout=120, **environment):
+    """Run code in a process of its own, with more variables; its output lines."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -78,6 +84,55 @@ def test_loading_twice_gives_the_same_machine(cuda_machine):
     if cuda_machine.fake is None:
         pytest.skip("asks about the test driver")
     assert load(ROOT / ".cache" / "fakecuda") is cuda_machine.fake
+
+
+DRIVERS = {
+    "hangs in cuInit": (
+        "for (;;) pause();",
+        "",
+        "the NVIDIA driver did not answer within 1.5 s",
+    ),
+    "crashes in cuInit": (
+        "abort();",
+        "",
+        "the NVIDIA driver ended the process that asked it (status -6)",
+    ),
+    "refuses": ("return 999;", "", "the driver said CUDA_ERROR_STANDIN to cuInit"),
+    "has no device": ("return 0;", "*n = 0; return 0;", "the driver sees no CUDA device"),
+    "cannot count": ("return 0;", "return 3;", "the driver said CUresult 3 to cuDeviceGetCount"),
+}
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_a_driver_that_is_broken_is_named_and_harms_nobody(tmp_path, kind):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in of a driver")
+    init, count, said = DRIVERS[kind]
+    source = tmp_path / "driver.c"
+    source.write_text(
+        "#include <stdlib.h>\n#include <unistd.h>\n"
+        f"int cuInit(unsigned f) {{ {init} return 0; }}\n"
+        f"int cuDeviceGetCount(int *n) {{ {count} return 0; }}\n"
+        "int cuGetErrorName(int r, const char **s) {\n"
+        '  if (r != 999) return 1;\n  *s = "CUDA_ERROR_STANDIN"; return 0;\n}\n'
+    )
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
+    out = fresh(
+        "from rota.errors import DeviceError\n"
+        "from rota.gpu.cuda_probe import why_unavailable\n"
+        "from rota.gpu.device import open_device\n"
+        "print(why_unavailable(limit_s=1.5))\n"
+        "import rota.gpu.cuda_probe as probe\n"
+        "probe._ask_apart.__defaults__ = ()\n"
+        "device = open_device('cpu'); print(device.name); device.close()\n",
+        LD_LIBRARY_PATH=str(tmp_path),
+    )
+    assert out == [said, "host"]
 
 
 def test_importing_rota_and_opening_the_host_load_no_cuda():
