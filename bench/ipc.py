@@ -32,9 +32,20 @@ from rota.sched.ipc.client import connect
 from rota.sched.ipc.server import IpcServer
 from rota.sched.sim.engine import SimInfo, byte_tokenizer
 from rota.sched.streams import GenerationEvent, Stream
+from rota.sched.wake import Bell
 from rota.sched.web.app import create_app
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class Words:
+    """A word for each token, as a tokenizer's text would be."""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        return " word", False
+
+    def finish(self) -> str:
+        return ""
 
 
 class Generation:
@@ -61,19 +72,23 @@ class Pusher:
         self.tokenizer = byte_tokenizer()
         self._step_s = step_s
         self._open: dict[Stream, int] = {}
+        self._bell = Bell()
         self._stats = Core(CoreConfig(max_loras=1, num_blocks=16, max_context=64)).stats()
 
     def stats(self) -> Stats:
         return self._stats
 
     def generate(self, prompt: Any, adapter: Any, sampling: rota.SamplingParams, **_: Any) -> Any:
-        stream = Stream(0, None, lambda seq: None)
+        stream = Stream(0, Words(), lambda seq: None)
         self._open[stream] = sampling.max_tokens
+        self._bell.ring()
         return Generation(stream)
 
     async def run(self) -> None:
         due = time.perf_counter()
         while True:
+            if not self._open:
+                await self._bell.wait()
             now = time.perf_counter()
             for stream, left in list(self._open.items()):
                 # The stamp travels as the log-probability.
@@ -117,16 +132,17 @@ async def load(engine: Any, streams: int, tokens: int) -> dict[str, float]:
     }
 
 
-async def engine_side(path: str, step_s: float) -> None:
+async def engine_side(path: str, step_s: float, listening: Any) -> None:
     engine = Pusher(step_s)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.run)
-        await IpcServer(engine).serve(path)
+        await tasks.start(IpcServer(engine).serve, path)
+        listening.set()
+        await engine.run()
 
 
-def engine_process(path: str, step_s: float, core: int) -> None:
+def engine_process(path: str, step_s: float, core: int, listening: Any) -> None:
     os.sched_setaffinity(0, {core})
-    anyio.run(engine_side, path, step_s)
+    anyio.run(engine_side, path, step_s, listening)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -147,11 +163,13 @@ def ipc(core: int, step_s: float, streams: int, tokens: int) -> dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "rota.sock")
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=engine_process, args=(path, step_s, core), daemon=True)
+        listening = context.Event()
+        process = context.Process(
+            target=engine_process, args=(path, step_s, core, listening), daemon=True
+        )
         process.start()
         try:
-            while not os.path.exists(path):
-                time.sleep(0.05)
+            assert listening.wait(60), "the engine's process did not start"
             assert process.pid is not None
             return anyio.run(over_ipc, path, streams, tokens, process.pid)
         finally:

@@ -25,7 +25,7 @@ from .backend import Text
 from .body import read
 from .failures import ParamError, error_object, json_response, status_of
 from .metrics import HttpMetrics
-from .samples import Sample, Samples
+from .samples import Sample, samples_of
 from .schemas import (
     ChatRequest,
     CompletionRequest,
@@ -210,7 +210,8 @@ class _Events(Response):
                 for choice in job.choices:
                     tasks.start_soon(one, choice, tasks.cancel_scope)
         if failed:
-            await _data(send, error_object(failed[0], status_of(failed[0])))
+            error = error_object(failed[0], status_of(failed[0]))
+            await _data(send, msgspec.json.encode(error))
         elif job.with_usage:
             await _data(send, job.shape.usage_chunk(job.usage()))
         end = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
@@ -232,7 +233,9 @@ class _Events(Response):
     async def _batch(self, choice: _Choice, events: list[GenerationEvent], send: Send) -> None:
         job, shape = self._job, self._job.shape
         text = "".join([e.text for e in events])
-        logprobs = shape.logprobs(events, await job.pieces(events), choice.offset)
+        logprobs = None
+        if job.logprobs:
+            logprobs = shape.logprobs(events, await job.pieces(events), choice.offset)
         choice.offset += len(text)
         if text or logprobs is not None or (choice.finish and not shape.chat):
             finish = None if shape.chat else choice.finish
@@ -243,8 +246,9 @@ class _Events(Response):
             await _data(send, body)
 
 
-async def _data(send: Send, body: dict[str, Any]) -> None:
-    data = b"data: " + msgspec.json.encode(body) + b"\n\n"
+async def _data(send: Send, body: bytes) -> None:
+    """``body``: JSON, in one line as JSON encoders write it."""
+    data = b"data: " + body + b"\n\n"
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
@@ -320,7 +324,7 @@ class Generating:
                     priority=body.priority or 0,
                     deadline_s=settings.request_timeout_s,
                 )
-                for sample in Samples(generation, n).each():
+                for sample in samples_of(generation, n):
                     choices.append(_Choice(len(choices), sample))
         except BaseException:
             for choice in choices:

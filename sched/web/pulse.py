@@ -13,6 +13,7 @@ from collections.abc import Callable
 SECONDS = 300
 _FIRST_S = 1e-4
 _RATIO = 1.25
+_PER_LOG = 1 / math.log(_RATIO)
 _BUCKETS = 60  # the last one begins at about a minute
 
 
@@ -63,7 +64,7 @@ class Pulse:
 def _bucket(gap_s: float) -> int:
     if gap_s <= _FIRST_S:
         return 0
-    return min(_BUCKETS - 1, 1 + int(math.log(gap_s / _FIRST_S) / math.log(_RATIO)))
+    return min(_BUCKETS - 1, 1 + int(math.log(gap_s / _FIRST_S) * _PER_LOG))
 
 
 def _quantile(counts: list[int], share: float) -> float | None:

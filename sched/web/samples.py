@@ -7,11 +7,27 @@ generation; each event goes to the choice of its sample, in order.
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import anyio
 
 from ..face import GenerationLike
 from ..streams import GenerationEvent
+
+
+class Sample(Protocol):
+    """One choice: reads its own events; ending it ends the generation."""
+
+    async def take(self, limit: int) -> list[GenerationEvent]: ...
+    def cancel(self) -> None: ...
+
+
+def samples_of(generation: GenerationLike, n: int) -> list[Sample]:
+    """The ``n`` samples of ``generation``; the only one of one is the generation itself."""
+    if n == 1:
+        return [generation]
+    samples = Samples(generation, n)
+    return [_Sample(samples, index) for index in range(n)]
 
 
 class Samples:
@@ -21,10 +37,7 @@ class Samples:
         self.generation = generation
         self._queues: list[deque[GenerationEvent]] = [deque() for _ in range(n)]
         self._over = [False] * n
-        self._reading = anyio.Lock()
-
-    def each(self) -> list[Sample]:
-        return [Sample(self, index) for index in range(len(self._queues))]
+        self._reading = anyio.Lock(fast_acquire=True)
 
     async def take(self, index: int, limit: int) -> list[GenerationEvent]:
         """Events of one sample, at least one; empty after its last. Raises what ended another."""
@@ -43,9 +56,7 @@ class Samples:
         return [queue.popleft() for _ in range(min(limit, len(queue)))]
 
 
-class Sample:
-    """One choice: reads its own events; ending it ends the generation."""
-
+class _Sample:
     def __init__(self, samples: Samples, index: int) -> None:
         self._samples = samples
         self._index = index

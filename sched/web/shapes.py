@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ..core.snapshot import AdapterStats, Stats
 from ..streams import GenerationEvent
 
@@ -82,14 +84,19 @@ def text_logprobs(events: Sequence[GenerationEvent], pieces: Pieces, offset: int
     }
 
 
+_encode = msgspec.json.Encoder().encode
+
+
 class Shape:
-    """One response's envelope. ``kind``: ``chat`` or ``text``."""
+    """One response's envelope. ``kind``: ``chat`` or ``text``. A streamed piece comes as the JSON
+    bytes of its chunk, of which the envelope is encoded once."""
 
     def __init__(self, kind: str, ident: str, created: int, model: str) -> None:
         self.chat = kind == "chat"
         self._ident = ident
         self._created = created
         self._model = model
+        self._head = _encode(self._envelope(True))[:-1] + b',"choices":['
 
     def _envelope(self, chunk: bool) -> dict[str, Any]:
         if self.chat:
@@ -136,7 +143,7 @@ class Shape:
         *,
         first: bool = False,
         with_usage: bool = False,
-    ) -> dict[str, Any]:
+    ) -> bytes:
         """One streamed piece of a choice; ``first`` opens a chat choice with its role."""
         body: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
         if self.chat:
@@ -146,11 +153,11 @@ class Shape:
             body["delta"] = delta
         else:
             body["text"] = text or ""
-        more: dict[str, Any] = {"usage": None} if with_usage else {}
-        return self._envelope(True) | {"choices": [body]} | more
+        return self._head + _encode(body) + (b'],"usage":null}' if with_usage else b"]}")
 
-    def usage_chunk(self, used: dict[str, int]) -> dict[str, Any]:
-        return self._envelope(True) | {"choices": [], "usage": used}
+    def usage_chunk(self, used: dict[str, int]) -> bytes:
+        """The last chunk of who asked for it: no choice, and what all of them used."""
+        return self._head + b'],"usage":' + _encode(used) + b"}"
 
 
 def base_model(name: str, created: int, info: Any, stats: Stats) -> dict[str, Any]:
