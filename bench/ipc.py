@@ -1,13 +1,14 @@
 """Token events through IPC and through HTTP, against the same events read in process.
 
-    python bench/ipc.py [--core 0] [--tokens 3000]
+    python bench/ipc.py [--core 0] [--tokens 3000] [--realtime]
 
 The engine is a loop that pushes one event to every open stream, as an engine's step does, and
 stamps it; there is no model, so what is measured is what the face costs. Both processes run on one
 core. Figures: events per wall second; CPU microseconds of an event on each side (start-up left
 out); latency from push to the reader at 10,000 events/s (100 streams, a step every 10 ms) over IPC
-and in process, and what IPC adds, which mean something on a quiet machine only; CPU of HTTP
-streaming over in-process reading.
+and in process, and what IPC adds, which mean something on a quiet machine only, or with
+``--realtime``: then these two run before anything else on that core (needs the right to it). CPU of
+HTTP streaming over in-process reading.
 Writes bench/results/ipc.json.
 """
 
@@ -19,6 +20,8 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,19 +212,35 @@ async def over_http(streams: int, tokens: int) -> dict[str, float]:
     return {"events_per_s": round(events / wall), "cpu_us": round(cpu / events * 1e6, 2)}
 
 
+@contextmanager
+def first_on_its_core(wanted: bool) -> Iterator[str]:
+    """Real-time scheduling, round robin; processes started meanwhile have it too."""
+    if not wanted:
+        yield "ordinary"
+        return
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
+    try:
+        yield "real time"
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=3000)
+    parser.add_argument("--realtime", action="store_true")
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})
     direct = anyio.run(in_process, 0.0, 64, args.tokens)
-    near = anyio.run(in_process, 0.01, 100, args.tokens // 6)
     http = anyio.run(over_http, 64, args.tokens // 3)
     flat = ipc(args.core, 0.0, 64, args.tokens)
-    paced = ipc(args.core, 0.01, 100, args.tokens // 6)
+    with first_on_its_core(args.realtime) as scheduling:
+        near = anyio.run(in_process, 0.01, 100, args.tokens // 6)
+        paced = ipc(args.core, 0.01, 100, args.tokens // 6)
     record = describe(ROOT) | {
         "in_process": direct,
+        "scheduling_at_10000_per_s": scheduling,
         "in_process_at_10000_per_s": near,
         "ipc_flat_out": flat,
         "ipc_at_10000_per_s": paced,
