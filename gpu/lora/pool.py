@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -327,7 +328,16 @@ class LoraPool:
         )
 
     def close(self) -> None:
-        """Free everything the pool took, once. Finish the work that uses it first."""
+        """Free everything the pool took, once. Finish the work that uses it first.
+
+        What the device does not take back stays the pool's: the rest is freed all the same, and
+        another call asks again.
+        """
         self._views.clear()
-        while self._allocations:
-            self.device.free(self._allocations.pop())
+        with ExitStack() as stack:
+            for address in reversed(self._allocations):
+                stack.callback(self._free, address)
+
+    def _free(self, address: int) -> None:
+        self.device.free(address)
+        self._allocations.remove(address)

@@ -57,6 +57,16 @@ def test_the_bits_of_the_host_form(rig, host_rig, widths, dtype):
         column += width + 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("first", range(1, 131, 26))
+def test_every_batch_gives_the_bits_of_the_host_form(rig, host_rig, first, dtype):
+    for n in range(first, first + 26):
+        slots = np.random.default_rng(n).integers(-1, N_SLOTS, n)
+        found, _ = run(rig, (19, 3), slots, dtype, seed=n)
+        wanted, _ = run(host_rig, (19, 3), slots, dtype, seed=n)
+        assert np.array_equal(found, wanted), n
+
+
 def test_no_rows_launch_nothing(rig):
     spec = affine_spec(torch.bfloat16)
     assert spec is affine_spec(torch.bfloat16)

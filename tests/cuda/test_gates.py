@@ -13,6 +13,7 @@ import subprocess
 import pytest
 import torch
 
+from rota.gpu.kernels.affine_device import affine_spec
 from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
@@ -113,6 +114,14 @@ def test_the_table_kernel_is_small(compiled, capability):
     _, found = compiled(refresh_spec(), capability)
     registers, spilled, _ = found["lora_refresh"]
     assert (spilled, registers <= REGISTERS["lora_refresh"]) == (0, True)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "f32"))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_affine_kernel_is_small(compiled, capability, dtype):
+    _, found = compiled(affine_spec(dtype), capability)
+    registers, spilled, _ = found["lora_affine"]
+    assert (spilled, registers <= 32) == (0, True)
 
 
 @pytest.mark.parametrize("rank", (8, 16, 64))

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import rota.gpu
 from rota.errors import DeviceError
 from rota.gpu.device import KernelSpec
+from rota.gpu.graphs import GraphCache, GraphKey
+from rota.gpu.kernels.bgmv import LoraSlice
+from rota.gpu.kernels.lora_device import DeviceLoraGroup, planes_bytes
+from rota.gpu.lora.dims import ModelDims
+from rota.gpu.lora.image import SlotImage
+from rota.gpu.lora.layout import Elem, SlotLayout
+from rota.gpu.lora.pool import LoraPool
 
 ONE = (1, 1, 1)
 SOURCE = """extern "C" __global__ void k(int* p, int v) { p[threadIdx.x] = v; }"""
@@ -85,7 +96,65 @@ def tour(device):
         device.query(s)
 
 
-def run(machine, faults, codes=None):
+LAYOUT = SlotLayout(ModelDims(1, 16, 16, 8, 16, 32, 16), 8, Elem.BF16)
+ROWS = 2
+
+
+def serving(device):
+    """What an engine asks of a device, small: a pool, kernels under graphs, swaps, another pool."""
+    rng = np.random.default_rng(0)
+    count = len(LAYOUT.pairs)
+    with ExitStack() as stack:
+        stream = device.create_stream(label="runner")
+        stack.callback(give_back, device.destroy_stream, stream)
+        cache = GraphCache(device)
+
+        def alloc(nbytes, label):
+            taken = device.alloc(nbytes, label=label)
+            stack.callback(give_back, device.free, taken)
+            return taken
+
+        x, out = alloc(2 * ROWS * 16, "x"), alloc(2 * ROWS * 32, "out")
+        rows = alloc(4 * ROWS, "rows")
+        nbytes = planes_bytes(ROWS, 2, LAYOUT.stride, 16)
+        planes = alloc(nbytes, "planes")
+        slots = np.array([1, 0], np.int32)
+        device.memset(x, 0, 2 * ROWS * 16, stream)
+        device.memset(out, 0, 2 * ROWS * 32, stream)
+        device.copy_h2d(rows, slots.ctypes.data, slots.nbytes, stream)
+        for max_loras in (2, 3):
+            pool = LoraPool(device, LAYOUT, max_loras, max_rows=ROWS)
+            stack.callback(give_back, pool.close)
+            slices = tuple(
+                LoraSlice(*pool.pair_tables(at), LAYOUT.pairs[at].n_out, 16 * at) for at in (0, 1)
+            )
+            group = DeviceLoraGroup(
+                device, slices, k_in=16, rank=LAYOUT.stride, max_loras=max_loras,
+                planes=planes, planes_nbytes=nbytes,
+            )  # fmt: skip
+            stack.callback(give_back, cache.drain)
+            stack.callback(give_back, device.synchronize, stream)
+
+            def step(group=group):
+                group.apply(x, 16, out, 32, rows, ROWS, stream)
+
+            for seed in range(3):
+                bits = rng.integers(0, 1 << 14, LAYOUT.slot_bytes // 2).astype(np.uint16)
+                image = SlotImage(
+                    bits.view(np.uint8), (True,) * count, np.ones(count, np.float32),
+                    (8,) * count, str(seed), LAYOUT.fingerprint(),
+                )  # fmt: skip
+                pool.commit(seed % 2, image, stream)
+                device.synchronize(stream)
+                cache.run(GraphKey("decode", ROWS, "routed"), stream, step)
+                got = np.empty((ROWS, 32), np.uint16)
+                device.copy_d2h(got.ctypes.data, out, got.nbytes, stream)
+            pool.retire(0, stream)
+            device.synchronize(stream)
+            cache.drain()
+
+
+def run(machine, faults, tour=tour):
     """One life of a device under faults; (driver, the first error or ``None``)."""
     driver = machine.fake.reset(faults=faults)
     first = None
@@ -117,6 +186,65 @@ def counts(cuda_machine):
 
 def test_the_tour_calls_every_function_of_the_model(cuda_machine, counts):
     assert set(cuda_machine.fake.functions) - set(counts) == NEVER_CALLED
+
+
+def test_the_device_calls_nothing_the_tour_does_not(counts):
+    """Every function the device names in its source, but what only a failure makes it call."""
+    named = set()
+    for path in Path(rota.gpu.__file__).parent.glob("cuda*.py"):
+        if path.name != "cuda_probe.py":  # asks in another process
+            named |= set(re.findall(r"\b(cu[A-Z]\w+)", path.read_text(encoding="utf-8")))
+    named = {name for name in named if hasattr(driver_functions(), name)}
+    if "cuGraphInstantiate" in named:  # what the bindings call it
+        named.remove("cuGraphInstantiate")
+        named.add("cuGraphInstantiateWithFlags")
+    assert len(named) > 30
+    assert named - set(counts) == {"cuStreamIsCapturing"}
+
+
+def driver_functions():
+    from cuda.bindings import driver
+
+    return driver
+
+
+@pytest.fixture(scope="session")
+def serving_counts(cuda_machine):
+    """Calls of each driver function while it serves."""
+    if cuda_machine.fake is None:
+        pytest.skip("faults are injected into the test driver")
+    driver, error = run(cuda_machine, [], serving)
+    assert error is None and driver.live() == {}
+    return dict(driver.calls)
+
+
+@pytest.mark.parametrize("result", [999, 700], ids=["unknown", "sticky"])
+def test_an_error_at_any_call_while_it_serves_leaks_nothing(cuda_machine, serving_counts, result):
+    from rota.gpu.fakecuda.driver import Fault
+
+    calls = [(name, nth) for name, most in serving_counts.items() for nth in range(1, most + 1)]
+    assert len(calls) > 100 and {"cuGraphLaunch", "cuLaunchKernelEx"} <= set(serving_counts)
+    for function, nth in calls:
+        fault = Fault(function, nth, result)
+        driver, error = run(cuda_machine, [fault], serving)
+        assert driver.fired == [fault], (function, nth)
+        assert driver.live() == {}, (function, nth, driver.live())
+        if result == 700 and error is not None and error.code != "cuda-unavailable":
+            assert (error.code, error.found) == ("device-dead", "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def test_errors_of_every_call_that_ends_a_broken_capture(cuda_machine, counts):
+    """The capture's end fails, then what asks for its state, then the end again."""
+    from rota.gpu.fakecuda.driver import Fault
+
+    faults = [
+        Fault("cuStreamEndCapture", 1),
+        Fault("cuStreamEndCapture", 2),
+        Fault("cuStreamIsCapturing", 1),
+    ]
+    driver, error = run(cuda_machine, faults)
+    assert set(driver.fired) == set(faults)
+    assert (error.found, driver.live()) == ("CUDA_ERROR_UNKNOWN", {})
 
 
 def functions():

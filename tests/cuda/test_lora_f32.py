@@ -17,10 +17,26 @@ def test_ranks_and_lengths_are_exact(rig, problem, rank, k_in):
     assert np.array_equal(p.solve(rig), p.expected())
 
 
-@pytest.mark.parametrize("real", [1, 3, 7, 12])
-def test_padded_ranks_are_exact(rig, problem, real):
-    rank = -(-real // 8) * 8
-    p = problem(n=3, k_in=64, rank=rank, real_rank=real, widths=(40,), slots=[1, 1, -1], wide=True)
+@pytest.mark.parametrize("padded", range(8, 65, 8))
+def test_every_rank_is_exact(rig, problem, padded):
+    for real in range(padded - 7, padded + 1):
+        p = problem(
+            n=4, k_in=40, rank=padded, real_rank=real, widths=(37,), slots=[1, 1, -1, 0], wide=True
+        )
+        assert np.array_equal(p.solve(rig), p.expected()), real
+
+
+@pytest.mark.parametrize("first", range(1, 131, 13))
+def test_every_batch_is_exact(rig, problem, first):
+    for n in range(first, first + 13):
+        slots = np.random.default_rng(n).integers(-1, 3, n)
+        p = problem(n=n, k_in=24, rank=8, widths=(20, 9), slots=slots, wide=True)
+        assert np.array_equal(p.solve(rig), p.expected()), n
+
+
+@pytest.mark.parametrize("slots", [[1, 1, 1, 1, 1], [0, 2, 2, 2, -1, 2, 2], [2, 0, 0, 0, 0, 1, 1]])
+def test_runs_of_one_slot_are_exact(rig, problem, slots):
+    p = problem(n=len(slots), k_in=520, rank=24, widths=(150, 70), slots=slots, wide=True)
     assert np.array_equal(p.solve(rig), p.expected())
 
 
