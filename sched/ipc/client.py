@@ -81,6 +81,8 @@ class Client:
         self._rng = rng or random.Random()
         self._schema = wire.schema_hash()
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._keeping: anyio.CancelScope | None = None
+        self._closed = False
         self._link: Link | None = None
         self._lost: RotaError = gone("not connected")
         self._up = anyio.Event()
@@ -90,12 +92,14 @@ class Client:
 
     # life time ----------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
+        self._keeping = anyio.CancelScope()
+        self._closed = False
         self._post = loop_poster()
         link = await self._dial()
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
         self._tasks = tasks
-        tasks.start_soon(self._keep, link)
+        tasks.start_soon(self._keep, link, self._keeping)
         return self
 
     async def __aexit__(
@@ -104,15 +108,24 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.aclose()
         tasks, self._tasks = self._tasks, None
         assert tasks is not None
+        # The caller's own exception goes on by itself, not wrapped in a group.
+        await tasks.__aexit__(None, None, None)
+
+    async def aclose(self) -> None:
+        """End everything now: what runs gets EngineClosedError ``client-closed``, and so does every
+        later call. Any task may call it, and as often as it likes; the context is still to be left
+        by the task that entered it."""
+        self._closed = True
         self._lost = EngineClosedError("the client is closed", code="client-closed")
         if self._link is not None:
             self._link.fail(self._lost)
             self._link = None
-        tasks.cancel_scope.cancel()
-        # The caller's own exception goes on by itself, not wrapped in a group.
-        await tasks.__aexit__(None, None, None)
+        self._up.set()
+        if self._keeping is not None:
+            self._keeping.cancel()
 
     async def _dial(self) -> Link:
         stream = await dial(self.address, self._timeout_s)
@@ -129,21 +142,22 @@ class Client:
         self._up.set()
         return link
 
-    async def _keep(self, link: Link) -> None:
-        """Run the connection; when it is lost, come back."""
-        while True:
-            try:
-                await link.run()
-            except Exception:  # a bug costs one connection; the next is tried
-                _log.exception("a connection failed unexpectedly")
-            finally:
-                self._link = None
-                self._up = anyio.Event()
-            if self._tasks is None:
-                return  # closing
-            _log.warning("lost the engine at %s; reconnecting", self.address)
-            link = await self._come_back()
-            _log.info("connected to the engine at %s again", self.address)
+    async def _keep(self, link: Link, scope: anyio.CancelScope) -> None:
+        """Run the connection; when it is lost, come back. Until :meth:`aclose`."""
+        with scope:
+            while True:
+                try:
+                    await link.run()
+                except Exception:  # a bug costs one connection; the next is tried
+                    _log.exception("a connection failed unexpectedly")
+                finally:
+                    self._link = None
+                    self._up = anyio.Event()
+                if self._closed:
+                    return
+                _log.warning("lost the engine at %s; reconnecting", self.address)
+                link = await self._come_back()
+                _log.info("connected to the engine at %s again", self.address)
 
     async def _come_back(self) -> Link:
         attempt = 0
@@ -170,8 +184,10 @@ class Client:
         return self._link is not None and self._link.error is None
 
     async def wait_connected(self) -> None:
-        """Wait until there is a connection (again)."""
+        """Wait until there is a connection (again). Raises EngineClosedError ``client-closed``."""
         while not self.connected:
+            if self._closed:
+                raise self._lost
             await self._up.wait()
 
     async def ping(self) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import stat
 import threading
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,57 @@ async def test_the_same_interface_and_the_same_answers(serving: Any, tcp: bool) 
         assert await engine.pieces([104, 105]) == [b"h", b"i"]
         assert await engine.story("adapter a") == world.engine.story("adapter a")
         await engine.ping()
+
+
+def test_a_client_has_every_method_of_an_engine_with_the_same_arguments() -> None:
+    """What differs on purpose is in docs/ipc.md: a tokenizer stays with its engine."""
+
+    def public(kind: type) -> dict[str, Any]:
+        return {n: getattr(kind, n) for n in vars(kind) if n[0] != "_"}
+
+    def arguments(method: Any) -> list[Any]:
+        return [(p.name, p.kind, p.default) for p in signature(method).parameters.values()]
+
+    here, there = public(rota.Engine), public(Client)
+    assert here.keys() - there.keys() == {"tokenizer"}
+    for name, method in here.items():
+        if callable(method):
+            assert arguments(method) == arguments(there[name]), name
+
+
+async def test_a_client_is_closed_by_any_task_and_as_often_as_it_likes(serving: Any) -> None:
+    async with serving(engine={"step_s": 0.001}) as world:
+        async with world.connect() as engine:
+            stream = engine.generate([1], None, params(2000))
+            await stream.__anext__()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(engine.aclose)
+                with pytest.raises(EngineClosedError) as ended:
+                    async for _ in stream:
+                        pass
+            await engine.aclose()
+            assert not engine.connected
+            for call in (engine.ping, engine.refresh, engine.wait_connected):
+                with pytest.raises(EngineClosedError) as refused:
+                    await call()
+                assert refused.value.code == ended.value.code == "client-closed"
+            await world.alone()
+            await world.settled()
+        async with engine:
+            assert await engine.complete([1], None, params()) == text_of(None, 1, 8), "and again"
+
+
+def test_a_client_may_be_made_before_there_is_a_loop() -> None:
+    client = rota.connect("unix:/nowhere.sock")
+
+    async def run() -> None:
+        with pytest.raises(EngineClosedError) as caught:
+            async with client:
+                pass
+        assert caught.value.code == "engine-unreachable"
+        await client.aclose()
+
+    anyio.run(run)
 
 
 async def test_every_command_does_there_what_it_does_here(serving: Any, tmp_path: Path) -> None:
