@@ -20,8 +20,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     are refused). ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
-    ``spill_bytes``: host memory for KV blocks of preempted sequences; what finds no room is
-    recomputed. ``spill_bytes_per_token``: bytes of KV that go out and come back in the time it
+    ``state_snapshots``: in models with recurrent states, the most copies kept for requests that
+    begin alike (0: no prefix cache there; fewer where they would take more than an eighth of the
+    free memory). ``snapshot_tokens``: one is taken at the end of each prompt and every so many
+    tokens. ``spill_bytes``: host memory for KV blocks and states of preempted sequences; what finds
+    no room is recomputed. ``spill_bytes_per_token``: bytes that go out and come back in the time it
     takes to recompute one token, by which the cheaper is chosen.
     ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
     ``seed``: of the draws of requests that bring no seed (``None``: from the system)."""
@@ -41,6 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_step_tokens: _Positive = 512
     mixed_step_tokens: _Positive = 128
     prefix_cache: bool = True
+    state_snapshots: Annotated[int, msgspec.Meta(ge=0, le=16384)] = 32
+    snapshot_tokens: _Positive = 1024
     spill_bytes: _Count = 256 << 20
     spill_bytes_per_token: _Positive = 1 << 20
     drain_after_s: _Seconds = 0.5

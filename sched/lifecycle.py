@@ -85,6 +85,9 @@ class Parts:
                 spill_blocks=info.spill_blocks,
                 spill_block_cost=info.kv_bytes / info.num_blocks / config.spill_bytes_per_token,
                 recurrent=info.recurrent,
+                snapshots=info.snapshots,
+                snapshot_tokens=config.snapshot_tokens,
+                state_blocks=info.state_blocks,
                 drain_after_s=config.drain_after_s,
                 image_cache_bytes=config.image_cache_bytes,
             )
@@ -193,6 +196,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
             max_step_tokens=_step_tokens(config),
             max_sequences=config.max_running,
             spill_bytes=config.spill_bytes,
+            snapshots=config.state_snapshots if config.prefix_cache else 0,
             use_numba=config.use_numba,
         )
     except BaseException:

@@ -22,7 +22,9 @@ class RowInput(msgspec.Struct, frozen=True):
     """Feed ``tokens`` at positions ``start..start+len-1`` of sequence ``seq``.
 
     Its KV lives in ``blocks`` (16 tokens each, in order of position). ``slot`` -1 is base.
-    ``sample`` is False for prefill chunks that are not the last.
+    ``sample`` is False for prefill chunks that are not the last. ``load``: the snapshot that the
+    sequence's recurrent state is first copied from; ``save``: the one it is copied to after the
+    tokens; -1 is none, as always in families without such a state.
     """
 
     seq: int
@@ -31,6 +33,8 @@ class RowInput(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     sample: bool
+    load: int = -1
+    save: int = -1
 
 
 class RowLike(Protocol):
@@ -48,6 +52,10 @@ class RowLike(Protocol):
     def blocks(self) -> Sequence[int]: ...
     @property
     def sample(self) -> bool: ...
+    @property
+    def load(self) -> int: ...
+    @property
+    def save(self) -> int: ...
 
 
 class RowOutput(msgspec.Struct, frozen=True):

@@ -32,8 +32,10 @@ class RunnerInfo:
     """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B.
     ``spill_blocks``: KV blocks of preempted sequences that host memory may hold.
 
-    ``recurrent``: a sequence's past cannot be taken up anywhere but where it is, or from position 0
-    (no prefix cache); ``state_bytes``: memory of all recurrent states.
+    ``recurrent``: a sequence's past cannot be taken up anywhere but where its state is, at a
+    snapshot, or from position 0. ``snapshots``: how many of them the runner keeps (0: it cannot,
+    and no prefix is shared); ``state_bytes``: memory of all states and snapshots;
+    ``state_blocks``: the room in host memory, in KV blocks, of one spilled state.
     """
 
     family: str
@@ -51,6 +53,8 @@ class RunnerInfo:
     spill_blocks: int = 0
     recurrent: bool = False
     state_bytes: int = 0
+    snapshots: int = 0
+    state_blocks: int = 0
 
 
 def check_limits(*, max_loras: int, max_step_tokens: int, max_sequences: int) -> None:

@@ -40,7 +40,7 @@ from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .spill import SpillStore
-from .states import StateArena
+from .states import StateArena, snapshots_within, state_bytes
 from .weights import DtypeName
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
@@ -78,6 +78,7 @@ class Runner:
         max_step_tokens: int,
         max_sequences: int,
         spill_bytes: int = 0,
+        snapshots: int = 0,
     ) -> None:
         self._device = device
         self._closed = False
@@ -108,16 +109,17 @@ class Runner:
                     stream=self._stream,
                 )
             if config.recurrent:
-                self._states = StateArena(device, config, dtype, max_sequences)
+                snapshots = snapshots_within(device, config, dtype, snapshots)
+                self._states = StateArena(device, config, dtype, max_sequences, snapshots=snapshots)
             if num_blocks is None:
                 if kv_bytes is None:
                     kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                 num_blocks = blocks_within(config, dtype, kv_bytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
-            # Blocks alone do not bring a recurrent sequence back.
-            spare = 0 if config.recurrent else spill_bytes
-            spill_blocks = spare // kv_bytes_per_block(config, dtype)
-            self._spills = SpillStore(self._kv, spill_blocks)
+            block_bytes = kv_bytes_per_block(config, dtype)
+            spill_blocks = spill_bytes // block_bytes
+            state_blocks = -(-state_bytes(config, dtype) // block_bytes)
+            self._spills = SpillStore(self._kv, spill_blocks, self._states, state_blocks)
             context = min(config.context, num_blocks * BLOCK_TOKENS)
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
             self._batch = StepBatch(limits)
@@ -144,6 +146,8 @@ class Runner:
             spill_blocks=spill_blocks,
             recurrent=config.recurrent,
             state_bytes=self._states.nbytes if self._states else 0,
+            snapshots=self._states.snapshots if self._states else 0,
+            state_blocks=state_blocks,
         )
 
     @classmethod
@@ -165,6 +169,7 @@ class Runner:
         max_step_tokens: int = 512,
         max_sequences: int = 64,
         spill_bytes: int = 0,
+        snapshots: int = 0,
         use_numba: bool = True,
     ) -> Runner:
         """Load a checkpoint folder and take over ``device``.
@@ -180,7 +185,10 @@ class Runner:
             max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them.
             num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
             max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
-            spill_bytes: host memory for KV blocks of preempted sequences, taken as it is needed.
+            spill_bytes: host memory for KV blocks and states of preempted sequences, taken as it
+                is needed.
+            snapshots: of recurrent states; fewer where they would take more than an eighth of what
+                is free.
 
         Raises:
             ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
@@ -212,6 +220,7 @@ class Runner:
                 max_step_tokens=max_step_tokens,
                 max_sequences=max_sequences,
                 spill_bytes=spill_bytes,
+                snapshots=snapshots,
             )
         except BaseException:
             linears.close()
@@ -333,7 +342,8 @@ class Runner:
         """One forward pass; outputs in row order. A row with bad logits carries its own error.
 
         Raises:
-            InternalError: bad-row, empty-slot, state-position, no-state-place. Nothing was touched.
+            InternalError: bad-row, empty-slot, state-position, bad-snapshot, no-state-place.
+                Nothing was touched.
             DeviceError: step-failed, runner-closed; the KV of this step's positions is undefined,
                 and so are recurrent states: these sequences go on from position 0 only.
         """
@@ -365,6 +375,7 @@ class Runner:
             adapters.token_matrices.embed(changed, batch.slots, tokens, hidden, row_slots or 0)
         h, delta = model.layers(n, plan, row_slots or 0)
         if self._states is not None:
+            self._states.save(rows)
             self._states.done(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         if not sampling:

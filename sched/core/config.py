@@ -29,8 +29,10 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``spill_blocks``: KV blocks of preempted sequences that host memory may hold (0: preempted
     sequences are recomputed). ``spill_fixed_cost``, ``spill_block_cost``: what spilling a sequence,
     and each of its blocks, out and back costs, in tokens of recompute.
-    ``recurrent``: the model's sequences carry a state besides their KV blocks: no prefix is shared,
-    nothing is spilled, and a preempted sequence's state is dropped.
+    ``recurrent``: the model's sequences carry a state besides their KV blocks; a preempted
+    sequence's is dropped, unless it is spilled. ``snapshots``: copies of states the device keeps
+    (0: no prefix is shared), one every ``snapshot_tokens`` tokens and one at a prompt's end.
+    ``state_blocks``: host memory of one spilled state, in KV blocks.
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image).
     ``max_rank``: the highest rank a slot holds. A resize changes it and ``max_loras``."""
@@ -49,6 +51,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     spill_fixed_cost: float = 32.0
     spill_block_cost: float = 1.0
     recurrent: bool = False
+    snapshots: int = 0
+    snapshot_tokens: int = 1024
+    state_blocks: int = 0
     drain_after_s: float = 0.5
     failure_backoff_s: float = 1.0
     max_names: int = 100_000
@@ -63,7 +68,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether a sequence may begin behind blocks another one computed."""
-        return self.prefix_cache and not self.recurrent
+        return self.prefix_cache and (not self.recurrent or self.snapshots > 0)
 
     def jobs_in_hand(self) -> int:
         """Most adapter jobs that may hold an image, or be making one, at once."""

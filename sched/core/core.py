@@ -59,13 +59,7 @@ class Core:
             log=log,
             slots=SlotTable(config.max_loras, log),
             names=Registry(config.image_cache_bytes, config.max_remembered_generations),
-            memory=KvMemory(
-                config.num_blocks,
-                config.block_size,
-                config.shares_prefixes,
-                0 if config.recurrent else config.spill_blocks,
-                log,
-            ),
+            memory=KvMemory(config, log),
         )
         self._started = False
 
@@ -192,7 +186,7 @@ class Core:
     def check(self) -> None:
         """Every conservation law; raises InternalError with what is broken."""
         state = self._state
-        state.memory.check(state.seqs.values())
+        state.memory.check(state.seqs.values(), state.step.rows if state.step else ())
         leases: dict[int, set[int]] = {}
         for seq in state.seqs.values():
             if seq.leased and seq.slot >= 0:

@@ -14,7 +14,9 @@ from .events import Failure
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One row of a step: feed ``tokens`` at positions ``start..`` of ``seq``; ``slot`` -1 = base.
     ``blocks`` is the sequence's block table (only grows while the sequence runs); ``sample`` is
-    false for a prefill chunk that is not the last. ``adapter_id`` is what the slot must hold."""
+    false for a prefill chunk that is not the last. ``adapter_id`` is what the slot must hold.
+    ``load``: the snapshot its recurrent state is first copied from, ``save``: the one it is copied
+    to at the end; -1 for none."""
 
     seq: int
     slot: int
@@ -23,6 +25,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     sample: bool
+    load: int = -1
+    save: int = -1
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -43,24 +47,24 @@ class CloseSequence(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Spill(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy ``blocks``, in order, to host memory kept for ``seq``. They may be written by any job
-    queued after this one."""
+    """Copy ``blocks``, in order, to host memory kept for ``seq``, and its recurrent state, which is
+    given up whether that succeeds or not. Both may be written by any job queued after this one."""
 
     seq: int
     blocks: tuple[int, ...]
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy the ``i``-th spilled block of ``seq`` into ``block``, for each ``(i, block)``, and free
-    the host's copy."""
+    """Copy the ``i``-th spilled block of ``seq`` into ``block``, for each ``(i, block)``, and its
+    recurrent state into a place, and free the host's copy."""
 
     seq: int
     places: tuple[tuple[int, int], ...]
 
 
 class DropState(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A preempted sequence of a model with recurrent state will start again from position 0: free
-    its state, keep its sampler."""
+    """A preempted sequence of a model with recurrent state will start again, from position 0 or a
+    snapshot: free its state, keep its sampler."""
 
     seq: int
 

@@ -30,7 +30,7 @@ def plan(state: State) -> None:
         if length <= len(seq.blocks) * size or (
             seq.state is SeqState.DECODE and _grow(state, seq, length, rows)
         ):
-            rows.append(_row(seq, length))
+            rows.append(_row(state, seq, length))
     budget = _prefill_budget(state, len(rows))
     for seq in [s for s in state.running.values() if s.state is SeqState.PREFILL]:
         if budget <= 0:
@@ -61,19 +61,22 @@ def _prefill_budget(state: State, decoding: int) -> int:
     )
 
 
-def _row(seq: Sequence, end: int) -> Row:
+def _row(state: State, seq: Sequence, end: int) -> Row:
     start, known = seq.computed, seq.tokens
     tokens = tuple(known[start:end])
     blocks = tuple(seq.blocks)
-    return Row(seq.id, seq.slot, seq.adapter_id, start, tokens, blocks, end == len(known))
+    load, save = state.memory.copies(seq, end)
+    sample = end == len(known)
+    return Row(seq.id, seq.slot, seq.adapter_id, start, tokens, blocks, sample, load, save)
 
 
 def _prefill(state: State, seq: Sequence, budget: int, rows: list[Row]) -> int:
     """Add a chunk of ``seq``; returns its tokens (0 if no block could be had)."""
     end = min(len(seq.tokens), seq.computed + budget)
+    end = state.memory.snapshots.cut(seq.prompt_len, seq.computed, end)
     if not _grow(state, seq, end, rows):
         return 0
-    rows.append(_row(seq, end))
+    rows.append(_row(state, seq, end))
     return end - seq.computed
 
 
@@ -202,14 +205,18 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
     seq = state.seqs[row.seq]
     seq.in_flight = False
     if seq.state is SeqState.CLOSING:
+        state.memory.snapshots.give_back(row.save)
         state.settle(seq)
         return
     if done.failure is not None:
+        state.memory.snapshots.give_back(row.save)
         state.end(seq, "error", done.failure)
         return
     seq.computed += len(row.tokens)
+    state.memory.begun(seq)
     if seq.state is SeqState.PREFILL:
         state.memory.publish(seq)
+    state.memory.keep(seq, row)
     if not row.sample:
         seq.move(SeqEvent.CHUNK, state.log)
         return
@@ -230,6 +237,7 @@ def step_failed(state: State, event: StepFailed) -> None:
     for row in step.rows:
         seq = state.seqs[row.seq]
         seq.in_flight = False
+        state.memory.snapshots.give_back(row.save)
         if seq.state is SeqState.CLOSING:
             state.settle(seq)
         else:

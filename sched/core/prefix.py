@@ -10,7 +10,7 @@ nodes lost their last lease the one at the front is always a leaf.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .blocks import BlockPool
 from .story import Log
@@ -20,9 +20,10 @@ Key = tuple[int, ...]
 
 class Node:
     """One block: the tokens in it (``key``) behind those of the nodes above it. A root holds no
-    block, and its key is the ``adapter_id``."""
+    block, and its key is the ``adapter_id``. ``snapshot``: of the recurrent state behind its
+    tokens, or -1 (see `recurrent`)."""
 
-    __slots__ = ("block", "children", "key", "leases", "parent")
+    __slots__ = ("block", "children", "key", "leases", "parent", "snapshot")
 
     def __init__(self, key: Key, block: int, parent: Node | None) -> None:
         self.key = key
@@ -30,16 +31,26 @@ class Node:
         self.parent = parent
         self.children: dict[Key, Node] = {}
         self.leases: set[int] = set()
+        self.snapshot = -1
 
 
 class PrefixCache:
-    """``size`` tokens a block. ``enabled`` false: nothing is found and nothing is kept."""
+    """``size`` tokens a block. ``enabled`` false: nothing is found and nothing is kept.
+    ``forget`` is called with every node that goes."""
 
-    def __init__(self, blocks: BlockPool, size: int, log: Log, enabled: bool) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        size: int,
+        log: Log,
+        enabled: bool,
+        forget: Callable[[Node], None] = lambda node: None,
+    ) -> None:
         self.enabled = enabled
         self._blocks = blocks
         self._size = size
         self._log = log
+        self._forget = forget
         self._roots: dict[int, Node] = {}
         #: Nodes nobody leases, in the order they lost their last lease.
         self._idle: OrderedDict[Node, None] = OrderedDict()
@@ -141,6 +152,7 @@ class PrefixCache:
         del self._idle[node], parent.children[node.key]
         self.version += 1
         node.parent = None
+        self._forget(node)
         self._blocks.give_back([node.block])
         if parent.parent is None and not parent.children:
             del self._roots[parent.key[0]]

@@ -35,7 +35,8 @@ class Sequence:
     adapter_id: int = 0
     #: What was found in the prefix cache while it waits, and for which question.
     found: list[Node] = field(default_factory=list)
-    sought: tuple[int, int, int] | None = None
+    sought: tuple[int, ...] | None = None
+    resume: Node | None = None  #: its next row loads the snapshot of this node, its last
     host_tokens: int = 0  #: of its tokens whose KV is in host memory, or on its way there or back
     leader: Sequence | None = None  #: of the samples of its prompt, while this one follows
     followers: list[Sequence] = field(default_factory=list)

@@ -50,7 +50,9 @@ class Stats(msgspec.Struct, frozen=True):
     """Counts are of now; totals (``steps`` ... ``base_prefix``) are since the start.
     ``blocks_free``: those that hold nothing; ``blocks_cached``: those of the prefix cache that no
     sequence reads, which are given up as soon as they are wanted. ``spill_blocks_used``: of
-    preempted sequences, in host memory. ``spilled``: those of ``preempted`` that were copied there.
+    preempted sequences, in host memory, recurrent states counted as blocks. ``snapshots_kept``, of
+    ``snapshots_total``: states that a request may begin with behind a cached prefix.
+    ``spilled``: those of ``preempted`` that were copied there.
     ``evicted``: versions that were overwritten in their idle slot; of these ``overwritten`` by
     their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
     emptied for a waiting adapter. ``slot_wait_s``: what commits have waited for their slots, added
@@ -88,6 +90,8 @@ class Stats(msgspec.Struct, frozen=True):
     overwritten: int = 0
     swapped: int = 0
     slot_wait_s: float = 0.0
+    snapshots_kept: int = 0
+    snapshots_total: int = 0
     times: Times = Times()
     dead: Failure | None = None
 
@@ -165,5 +169,7 @@ def snapshot(state: State) -> Stats:
         overwritten=c.overwritten,
         swapped=c.swapped,
         slot_wait_s=c.slot_wait_s,
+        snapshots_kept=state.memory.snapshots.kept,
+        snapshots_total=state.memory.snapshots.total,
         dead=state.dead,
     )

@@ -22,10 +22,11 @@ def is_cheaper(state: State, seq: Sequence) -> bool:
     what other sequences hold in the prefix cache would not be recomputed either way.
     """
     memory, config = state.memory, state.config
-    count = memory.need(seq.computed)
-    if not count or count > memory.host_free:
-        return False
-    kept = sum(len(node.leases) > 1 for node in seq.nodes) * memory.size
+    count = memory.host_cost(seq.computed)
+    if not count or count > memory.host_free or seq.resume is not None:
+        return False  # with a state not yet loaded there is nothing of its own to copy
+    shared = [node for node in seq.nodes if len(node.leases) > 1]
+    kept = (memory.resumable(shared) if memory.recurrent else len(shared)) * memory.size
     return seq.computed - kept > config.spill_fixed_cost + count * config.spill_block_cost
 
 

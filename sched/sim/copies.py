@@ -55,7 +55,8 @@ class Copies:
         self._need(whole, "spill", f"seq {seq}: {len(effect.blocks)} blocks of {computed} tokens")
         self.going.add(seq)
         self.held[seq] = len(effect.blocks)
-        total = sum(self.held.values())
+        state = self._config.state_blocks if self._config.recurrent else 0
+        total = sum(count + state for count in self.held.values())
         self._need(total <= self._config.spill_blocks, "limit", f"{total} blocks in host memory")
 
     def restore(self, effect: fx.Restore) -> None:

@@ -20,6 +20,7 @@ from ...errors import DeviceError, RejectError, RotaError, StagingError
 from ..staging import StageOutcome
 from ..worker import Done, RowLike
 from .kv import SimKV
+from .states import SimStates
 
 BASE = "base"
 VOCAB = 50_000
@@ -86,8 +87,8 @@ class SimOutput(msgspec.Struct, frozen=True):
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
     slot, a sequence that was never opened, a block written by one row that another has in its
-    table; with ``kv``, also a block that does not hold what is read from it; with ``places`` of
-    recurrent states, a row that does not begin where its state is, or one state too many."""
+    table; with ``kv``, also a block that does not hold what is read from it; with ``states`` too, a
+    row that does not begin with exactly the state of the tokens before it."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class SimExecutor:
         faults: SimFaults | None = None,
         kv: SimKV | None = None,
         block_size: int = 16,
-        places: int = 0,
+        states: SimStates | None = None,
         max_rank: int = RANK,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
@@ -106,9 +107,7 @@ class SimExecutor:
         self.faults = faults or SimFaults()
         self.kv = kv
         self.block_size = block_size
-        self.places = places
-        #: Positions the recurrent state of each sequence has seen.
-        self.states: dict[int, int] = {}
+        self.states = states
         self.steps = 0
         self.closed = False
 
@@ -127,21 +126,16 @@ class SimExecutor:
     def close_sequence(self, seq: int) -> None:
         self.open.remove(seq)
         self.spilled.pop(seq, None)
-        self.states.pop(seq, None)
+        if self.states is not None:
+            self.states.close(seq)
         if self.kv is not None:
             self.kv.close(seq)
 
     def drop_state(self, seq: int) -> None:
-        self.states.pop(seq, None)
+        if self.states is not None:
+            self.states.drop(seq)
         if seq not in self.open:
             raise DeviceError("never opened", code="sim-open", subject=f"seq {seq}")
-
-    def _advance(self, row: RowLike, position: int) -> None:
-        if row.start not in (0, self.states.get(row.seq, 0)):
-            raise DeviceError("not where its state is", code="sim-state", subject=f"seq {row.seq}")
-        self.states[row.seq] = position
-        if len(self.states) > self.places:
-            raise DeviceError("one state too many", code="sim-state", subject=f"seq {row.seq}")
 
     def step(self, rows: Sequence[RowLike]) -> list[SimOutput]:
         self._maybe_fail("step")
@@ -156,26 +150,37 @@ class SimExecutor:
             if content is None:
                 raise DeviceError("reads an empty slot", code="sim-slot", subject=f"{row.slot}")
             position = row.start + len(row.tokens)
-            if self.places:
-                self._advance(row, position)
             token = token_of(content, position) if row.sample else -1
             if self.kv is not None:
                 self.kv.feed(row.seq, content, row.start, row.tokens, row.blocks)
+                if self.states is not None:
+                    self.states.advance(row, content, self.kv.print_of(row.seq, row.start))
                 if row.sample and not (bad and not outputs):
                     self.kv.sampled(row.seq, token)
             error = bad if not outputs else None
             outputs.append(SimOutput(row.seq, -1 if error else token, error=error))
+        if self.states is not None:
+            for row in rows:
+                self.states.save(row)
         return outputs
 
     def spill(self, seq: int, blocks: Sequence[int]) -> None:
-        self._maybe_fail("spill")
+        error = self.faults.before("spill")
+        if self.states is not None:
+            self.states.spill(seq, fails=error is not None)
+        if error is not None:
+            raise error
         if seq not in self.open or seq in self.spilled:
             raise DeviceError("spilled wrongly", code="sim-spill", subject=f"seq {seq}")
         self.spilled[seq] = list(blocks) if self.kv is None else self.kv.contents(blocks)
 
     def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
         held = self.spilled.pop(seq, None)
-        self._maybe_fail("restore")
+        error = self.faults.before("restore")
+        if self.states is not None:
+            self.states.restore(seq, fails=error is not None)
+        if error is not None:
+            raise error
         if held is None or any(index >= len(held) for index, _ in places):
             raise DeviceError("restored wrongly", code="sim-spill", subject=f"seq {seq}")
         if self.kv is not None:

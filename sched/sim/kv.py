@@ -6,10 +6,10 @@ a run before a preemption. Blocks shared on purpose (equal tokens, equal version
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 
 from ...errors import DeviceError
+from .states import fold, fresh
 
 
 class SimKV:
@@ -38,11 +38,11 @@ class SimKV:
         end = start + len(tokens)
         if list(tokens) != known[start:end] or not tokens:
             raise DeviceError("not the sequence's tokens", code="sim-tokens", subject=f"seq {seq}")
-        prints = self._prints.setdefault(seq, [zlib.crc32(content.encode())])
-        if prints[0] != zlib.crc32(content.encode()):
+        prints = self._prints.setdefault(seq, [fresh(content)])
+        if prints[0] != fresh(content):
             raise DeviceError("the version changed", code="sim-version", subject=f"seq {seq}")
         for token in known[len(prints) - 1 : end]:
-            prints.append(hash((prints[-1], token)))
+            prints.append(fold(prints[-1], token))
         size = self._size
         if len(blocks) * size < end:
             raise DeviceError("too few blocks", code="sim-blocks", subject=f"seq {seq}")
@@ -55,6 +55,10 @@ class SimKV:
                 )
         for index in range(start // size, -(-end // size)):
             self._blocks[blocks[index]] = prints[min((index + 1) * size, end)]
+
+    def print_of(self, seq: int, position: int) -> int:
+        """Fingerprint of the first ``position`` tokens of ``seq``, which has been fed beyond."""
+        return self._prints[seq][position]
 
     def contents(self, blocks: Sequence[int]) -> list[int | None]:
         """What each block holds."""

@@ -13,6 +13,7 @@ from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
 from .copies import Copies
+from .keeping import Keeping
 from .records import Req, Violation
 
 
@@ -50,6 +51,7 @@ class Ledger:
         self.slot_counts = [self.config.max_loras]
         self.rebuilding: fx.Relayout | None = None
         self.copies = Copies(self.config, self.need)
+        self.keeping = Keeping(self.config, self.need)
         self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
         self.waiting: dict[tuple[int, str | None], set[int]] = {}
@@ -81,6 +83,7 @@ class Ledger:
 
     def _event(self, event: ev.Event) -> None:
         self.copies.event(event)
+        self.keeping.event(event)
         match event:
             case ev.Submit():
                 adapter = self.default if event.use_default else event.adapter
@@ -283,6 +286,7 @@ class Ledger:
         self.need(len(step.rows) <= self.config.max_running, "budget", f"{len(step.rows)} rows")
         for row in step.rows:
             self._row(row)
+        self.keeping.step(step)
         present = {row.seq for row in step.rows}
         for seq, req in self.reqs.items():
             req.absent = seq not in present
@@ -329,6 +333,7 @@ class Ledger:
         # Whether the blocks it begins behind hold its own tokens, the simulated device judges.
         begins = row.start % self.config.block_size == 0 and row.start < req.prompt + req.tokens
         begins = begins and (self.config.shares_prefixes or row.start == 0)
+        begins = begins and (not self.config.recurrent or row.start == 0 or row.load >= 0)
         fed = row.start + len(row.tokens)
         self.need(begins or row.start == req.computed, "resume", f"{who} starts at {row.start}")
         self.need(fed <= req.prompt + req.tokens, "resume", f"{who} runs ahead to {fed}")

@@ -15,6 +15,8 @@ def at_rest(ledger: Ledger, stats: Stats, held_images: set[int], held_sources: s
     kept = stats.blocks_free + stats.blocks_cached
     ledger.need(kept == stats.blocks_total, "leak", "blocks")
     ledger.need(ledger.config.shares_prefixes or not stats.blocks_cached, "leak", "cached blocks")
+    most = ledger.config.snapshots if ledger.config.shares_prefixes else 0
+    ledger.need(stats.snapshots_kept <= most, "limit", f"{stats.snapshots_kept} snapshots")
     asked = [r for r in ledger.reqs.values() if r.first is not None]
     ledger.need(stats.prefix.hit == sum(r.hit for r in asked), "hits", f"{stats.prefix}")
     ledger.need(not any(s.leases for s in stats.slots), "leak", "leases")

@@ -160,6 +160,36 @@ class _Maker:
                 self.config, max_loras=rng.choice([1, 2]), max_waiting=256, num_blocks=256
             )
         self.names = [f"n{i}" for i in range(rng.choice([2, 4, 8, 12]))]
+        self.long, self.alike = tight, False
+        self._states(seed)
+
+    def _states(self, seed: int) -> None:
+        """Where the model has recurrent states, how many snapshots, how far apart (draws of their
+        own: the rest is as it was without). Half of these are short of memory, and ask few adapters
+        for what begins alike, so that states are preempted, spilled and begun with again."""
+        if not self.config.recurrent:
+            return
+        rng = random.Random(seed ^ 0x57A7E)
+        if self.profile in ("mix", "pressure", "cancel", "clock", "rotate"):
+            self.long, self.alike = True, True
+            self.names = self.names[:2]
+            self.config = msgspec.structs.replace(
+                self.config,
+                num_blocks=rng.choice([12, 16, 24]),
+                watermark_blocks=0,
+                max_running=rng.choice([4, 8, 16]),
+                max_step_tokens=rng.choice([16, 64, 256]),
+                prefix_cache=rng.random() < 0.9,
+                spill_blocks=rng.choice([0, 12, 40, 40]),
+                spill_fixed_cost=0.0,
+                spill_block_cost=rng.choice([0.0, 0.0, 4.0]),
+            )
+        self.config = msgspec.structs.replace(
+            self.config,
+            snapshots=rng.choice([0, 1, 1, 2, 4, 40]),
+            snapshot_tokens=rng.choice([16, 16, 32, 1024]),
+            state_blocks=rng.choice([0, 1, 3]),
+        )
 
     def time(self) -> float:
         return round(self.rng.random() * self.horizon, 4)
@@ -193,7 +223,7 @@ class _Maker:
         how: Leave = ""
         if rng.random() < leave:
             how = rng.choice(["cancel", "scope", "drop", "stop"])
-        long = self.profile == "pressure"
+        long = self.long
         prompt = rng.randrange(1, 90 if long else 60)
         shared = rng.choice([0, rng.randrange(prompt + 1), rng.randrange(prompt + 1), prompt])
         return Ask(
@@ -206,7 +236,7 @@ class _Maker:
             round(rng.random() * 2, 3) if rng.random() < 0.08 else None,
             how,
             round(rng.random() * 0.6, 4) if how else 0.0,
-            rng.randrange(2),
+            0 if self.alike else rng.randrange(2),
             shared,
             rng.randrange(2, 5) if rng.random() < 0.1 else 1,
         )

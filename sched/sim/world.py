@@ -29,6 +29,7 @@ from .kv import SimKV
 from .laws import Ledger
 from .records import Violation
 from .scenario import Ask, Do, Fault, Jump, Scenario, Shut, SourceSpec
+from .states import SimStates
 
 Observer = Callable[[ev.Event, list[fx.Effect], float], None]
 
@@ -116,8 +117,8 @@ class SimWorld:
         self.core = core(config)
         faults = SimFaults(_Faults(scenario.faults).before)
         kv = SimKV(config.block_size)
-        places = config.max_running if config.recurrent else 0
-        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size, places)
+        states = SimStates(config.max_running, config.snapshots) if config.recurrent else None
+        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size, states)
         self.thread = SimThread(self._cost)
         self.stager = SimStager(lambda: self.executor.max_rank)
         self.ledger = Ledger(
@@ -249,6 +250,9 @@ class SimWorld:
         stats = self.core.stats()
         ledger.need(stats.blocks_free == stats.blocks_total, "leak", "blocks after close")
         ledger.need(not any(s.leases for s in stats.slots), "leak", "leases after close")
+        ledger.need(not stats.snapshots_kept, "leak", "snapshots after close")
+        states = self.executor.states
+        ledger.need(states is None or not (states.held or states.spilled), "leak", "states")
         if not any(isinstance(a, Jump) for a in self.scenario.actions):
             s = self.scenario
             widest = s.step_s + s.row_s * s.config.max_running

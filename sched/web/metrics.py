@@ -142,8 +142,13 @@ class _Snapshot:
         )
         yield _gauge(
             "rota_kv_blocks_spilled",
-            "KV blocks of preempted requests in host memory.",
+            "KV blocks of preempted requests in host memory, recurrent states counted as blocks.",
             s.spill_blocks_used,
+        )
+        yield _gauge(
+            "rota_state_snapshots",
+            "Recurrent states that a request may begin with behind a cached prefix.",
+            s.snapshots_kept,
         )
         yield _gauge("rota_kv_blocks_total", "KV blocks.", s.blocks_total)
 

@@ -20,6 +20,9 @@ def token_of(adapter_id: int, position: int) -> int:
     return (adapter_id * 31 + position * 7) % 50_000 + 10
 
 
+Seen = tuple[int, tuple[int, ...]]
+
+
 class World:
     """Owns a core and the in-flight work it asked for. ``content`` maps a source id to a digest."""
 
@@ -39,13 +42,19 @@ class World:
         self.closed = False
         self.open: set[int] = set()
         self.host: dict[int, int] = {}
-        #: Of a recurrent model: positions each sequence's state has seen.
-        self.states: dict[int, int] = {}
+        #: Of a recurrent model: the version and tokens each state has seen; of snapshots; of
+        #: states in host memory.
+        self.states: dict[int, Seen] = {}
+        self.snapshots: dict[int, Seen] = {}
+        self.host_states: dict[int, Seen] = {}
+        self.prompts: dict[int, tuple[int, ...]] = {}
         self.images: dict[int, str] = {}
         self.dropped_sources: set[int] = set()
         self.ids = 1000
 
     def send(self, event: ev.Event) -> list[fx.Effect]:
+        if isinstance(event, ev.Submit):
+            self.prompts |= dict.fromkeys((event.seq, *event.siblings), event.prompt)
         effects = self.core.handle(event, self.now)
         for effect in effects:
             self._take(effect)
@@ -126,8 +135,7 @@ class World:
                     assert len(row.blocks) >= need and len(set(row.blocks)) == len(row.blocks)
                     position = row.start + len(row.tokens)
                     if self.config.recurrent:
-                        assert row.start == self.states.get(row.seq, 0), "not where its state is"
-                        self.states[row.seq] = position
+                        self.advance(row)
                     done.append(
                         ev.RowDone(
                             row.seq, token_of(row.adapter_id, position) if row.sample else -1
@@ -138,6 +146,11 @@ class World:
                 assert len(own) == len(set(own)), "two sequences write a block"
                 for r in rows:
                     assert not set(own) & set(r.blocks[: r.start // size]), "read while written"
+                for r in rows:
+                    if r.save >= 0:
+                        assert all(r.save not in (o.load, o.save) for o in rows if o is not r)
+                        assert r.save < self.config.snapshots
+                        self.snapshots[r.save] = self.states[r.seq]
                 self.send(ev.StepDone(step, tuple(done)))
             case fx.Commit(commit, slot, image, _, ident):
                 assert image in self.images
@@ -148,18 +161,29 @@ class World:
                 self.slot_id[slot] = ident
                 self.send(ev.CommitDone(commit))
             case fx.Spill(seq, blocks):
+                left = self.states.pop(seq) if self.config.recurrent else None
                 if fail:
                     self.send(ev.SpillFailed(seq, failure, fatal))
                     return True
                 assert seq in self.open and seq not in self.host
                 self.host[seq] = len(blocks)
-                assert sum(self.host.values()) <= self.config.spill_blocks
+                extra = 0
+                if left is not None:
+                    self.host_states[seq] = left
+                    extra = self.config.state_blocks
+                    assert -(-len(left[1]) // self.config.block_size) == len(blocks)
+                held = sum(count + extra for count in self.host.values())
+                assert held <= self.config.spill_blocks
                 self.send(ev.SpillDone(seq))
             case fx.Restore(seq, places):
                 count = self.host.pop(seq)
+                back = self.host_states.pop(seq, None)
                 if fail:
                     self.send(ev.RestoreFailed(seq, failure, fatal))
                     return True
+                if back is not None:
+                    assert seq not in self.states
+                    self.states[seq] = back
                 assert [i for i, _ in places] == list(range(count - len(places), count))
                 self.send(ev.RestoreDone(seq))
             case fx.Relayout(max_loras):
@@ -174,12 +198,32 @@ class World:
             case fx.CloseSequence(seq):
                 self.open.remove(seq)
                 self.host.pop(seq, None)
+                self.host_states.pop(seq, None)
                 self.states.pop(seq, None)
             case fx.DropState(seq):
                 assert self.config.recurrent and seq in self.open
                 self.states.pop(seq, None)
         assert len(self.states) <= self.config.max_running, "more states than places"
         return True
+
+    def advance(self, row: fx.Row) -> None:
+        """Move the state of a row's sequence on: it must be that of the tokens before the row."""
+        if row.load >= 0:
+            assert row.seq not in self.states, "a state was never given up"
+            assert row.start > 0
+            self.states[row.seq] = self.snapshots[row.load]
+        elif row.start == 0:
+            assert row.seq not in self.states, "a state was never given up"
+            self.states[row.seq] = (row.adapter_id, ())
+        ident, seen = self.states[row.seq]
+        assert ident == row.adapter_id, "a state of another version"
+        assert len(seen) == row.start, "not where its state is"
+        assert list(seen) == self.known(row.seq)[: row.start], "a state of other tokens"
+        self.states[row.seq] = (ident, (*seen, *row.tokens))
+
+    def known(self, seq: int) -> list[int]:
+        """Prompt and output of a sequence so far."""
+        return [*self.prompts[seq], *self.output(seq)]
 
     def run_stage(self, stage: int | None = None, *, fail: str | None = None) -> bool:
         if not self.staging:

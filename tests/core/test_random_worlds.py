@@ -21,7 +21,7 @@ harness = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(harness)
 
 
-def run_world(seed: int, steps: int = 250) -> harness.World:
+def run_world(seed: int, steps: int = 250, recurrent: bool = False) -> harness.World:
     rng = random.Random(seed)
     world = harness.World(
         max_loras=rng.choice([1, 2, 3, 5]),
@@ -36,6 +36,10 @@ def run_world(seed: int, steps: int = 250) -> harness.World:
         image_cache_bytes=rng.choice([0, 150, 100_000]),
         max_waiting=30,
         max_jobs_per_name=4,
+        recurrent=recurrent,
+        snapshots=rng.choice([0, 1, 3, 12]) if recurrent else 0,
+        snapshot_tokens=rng.choice([16, 32, 1000]) if recurrent else 1024,
+        state_blocks=rng.choice([0, 2]) if recurrent else 0,
     )
     names = ["a", "b", "c", "d", "e", "f"]
     prompts: dict[int, int] = {}
@@ -133,6 +137,16 @@ def test_random_worlds_keep_every_law(block: int) -> None:
             run_world(seed)
         except BaseException as error:
             error.add_note(f"reproduce: run_world({seed})")
+            raise
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_worlds_with_recurrent_states_too(block: int) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        try:
+            run_world(seed, recurrent=True)
+        except BaseException as error:
+            error.add_note(f"reproduce: run_world({seed}, recurrent=True)")
             raise
 
 

@@ -43,6 +43,8 @@ class CoreMachine(RuleBasedStateMachine):
         cache=st.sampled_from([0, 150, 10_000]),
         spare=st.sampled_from([0, 8]),
         spill=st.sampled_from([0, 4, 16]),
+        recurrent=st.booleans(),
+        snapshots=st.sampled_from([0, 1, 4]),
     )
     def start(
         self,
@@ -53,6 +55,8 @@ class CoreMachine(RuleBasedStateMachine):
         cache: int,
         spare: int,
         spill: int,
+        recurrent: bool,
+        snapshots: int,
     ) -> None:
         self.world = harness.World(
             max_loras=slots,
@@ -67,6 +71,10 @@ class CoreMachine(RuleBasedStateMachine):
             mixed_step_tokens=16,
             watermark_blocks=1,
             max_waiting=12,
+            recurrent=recurrent,
+            snapshots=snapshots,
+            snapshot_tokens=16,
+            state_blocks=1,
         )
 
     def _source(self, content: str) -> int:
