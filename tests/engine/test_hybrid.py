@@ -117,7 +117,7 @@ async def test_sequences_that_give_way_come_back_to_the_same_bits(family: str, w
         stats = engine.stats()
     assert stats.preempted > 0 and stats.spill_blocks_used == 0
     assert (stats.spilled > 0) == way.startswith("spilled")
-    assert (stats.snapshots_kept > 0) == ("snapshot_tokens" in WAYS[way])
+    assert "snapshot_tokens" in WAYS[way] or stats.snapshots_total == 0
     assert [got[index] for index in range(4)] == alone
 
 
