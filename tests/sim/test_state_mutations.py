@@ -10,10 +10,9 @@ import pytest
 from sim_broken import must_be_caught
 
 from rota.sched.core import effects as fx
-from rota.sched.core import planning, spill
+from rota.sched.core import planning
 from rota.sched.core.core import Core
 from rota.sched.core.memory import KvMemory
-from rota.sched.core.prefix import Node
 from rota.sched.core.recurrent import Snapshots
 
 Patch = pytest.MonkeyPatch
@@ -69,11 +68,6 @@ def snapshot_not_loaded_on_resume(patch: Patch) -> None:
     patch.setattr(KvMemory, "copies", lambda self, *a: (-1, real(self, *a)[1]))
 
 
-def snapshot_freed_while_a_row_will_load_it(patch: Patch) -> None:
-    patch.setattr(Snapshots, "hold", lambda self, node, seq: None)
-    patch.setattr(Snapshots, "release", lambda self, node, seq: None)
-
-
 def snapshot_named_by_a_step_in_flight_is_free(patch: Patch) -> None:
     def take(self: Snapshots, prompt: int, end: int) -> int:
         snapshot = TAKE(self, prompt, end)
@@ -104,43 +98,14 @@ def chunks_not_cut_at_boundaries(patch: Patch) -> None:
     patch.setattr(Snapshots, "take", lambda self, prompt, end: take(self, prompt, end // 16 * 16))
 
 
-def restored_behind_more_blocks_than_its_state(patch: Patch) -> None:
-    real = KvMemory._usable
-
-    def usable(self: KvMemory, seq: Any, found: list[Node]) -> int:
-        return len(found) if seq.host_tokens else real(self, seq, found)
-
-    patch.setattr(KvMemory, "_usable", usable)
-
-
-def spilled_before_its_state_was_loaded(patch: Patch) -> None:
-    real = spill.is_cheaper
-
-    def is_cheaper(state: Any, seq: Any) -> bool:
-        resume, seq.resume = seq.resume, None
-        cheaper = real(state, seq)
-        seq.resume = resume
-        return cheaper
-
-    patch.setattr(spill, "is_cheaper", is_cheaper)
-
-
-def host_memory_of_states_not_counted(patch: Patch) -> None:
-    patch.setattr(KvMemory, "host_cost", lambda self, tokens: self.need(tokens))
-
-
 MUTATIONS: list[Callable[[Patch], None]] = [
     states_kept_on_preemption,
     snapshot_taken_one_chunk_late,
     snapshot_behind_another_block,
     snapshot_not_loaded_on_resume,
-    snapshot_freed_while_a_row_will_load_it,
     snapshot_named_by_a_step_in_flight_is_free,
     begins_behind_blocks_without_a_snapshot,
     chunks_not_cut_at_boundaries,
-    restored_behind_more_blocks_than_its_state,
-    spilled_before_its_state_was_loaded,
-    host_memory_of_states_not_counted,
 ]
 
 
