@@ -186,7 +186,7 @@ def _base(model: Path | None, layout: SlotLayout, tensors: list[Tensor]) -> Iter
     from ..gpu.model.linears import BaseLinears, CheckpointBase
 
     try:
-        linears = BaseLinears(model, torch.bfloat16)
+        linears = BaseLinears(model, torch.bfloat16, layout.dims)
     except ModelError:  # a config without weights still says which shapes fit
         yield StandIn(layout, tensors)
         return

@@ -18,7 +18,7 @@ from .config import PeftConfig, match_name
 from .dims import LoraModule
 from .experts import experts_too_wide, no_room, parameter_name, take_apart
 from .fused import split_fused
-from .keys import FUSED, ExpertsKey, Half, OverlayKey, PairKey, classify
+from .keys import FUSED, ExpertsKey, Half, OverlayKey, PairKey, classify, fused_parts
 from .layout import SlotLayout
 from .overlay import BaseRows, OverlayPlan, plan_overlay
 from .pack import PairTensors
@@ -146,7 +146,7 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
             )
     modules = layout.dims.modules
     leaves = {m.leaf for m in modules}
-    leaves |= {leaf for (_, leaf), parts in FUSED.items() if parts[0] in modules}
+    leaves |= {leaf for parent, leaf in FUSED if fused_parts(parent, leaf, layout.dims)}
     for target in config.target_modules or ():
         leaf = target.rpartition(".")[2]
         if leaf in TOKEN_LEAVES:

@@ -110,6 +110,8 @@ class ModelDims:
         experts: routed experts of every layer; 0 in dense models.
         expert_inner, shared_inner: feed-forward width of a routed and of the shared expert.
         expert_adapters: slots have room for pairs of every routed expert.
+        gdn_groups: key heads by which a checkpoint with in_proj_qkvz and in_proj_ba groups their
+            rows (`fused.grouped_rows`); 0 where qkv, z, b and a are apart.
 
     Raises:
         ModelError: bad-dims, when a width or count is not an integer in its range.
@@ -131,6 +133,7 @@ class ModelDims:
     expert_inner: int = 0
     shared_inner: int = 0
     expert_adapters: bool = False
+    gdn_groups: int = 0
 
     def __post_init__(self) -> None:
         always = ("num_layers", "hidden", "q_out", "kv_out", "attn_in", "vocab")
@@ -144,6 +147,9 @@ class ModelDims:
             value, least = getattr(self, name), int(name in needed)
             if type(value) is not int or value < least or (value and name not in needed):
                 raise self._bad(name, f"an integer >= {least}" if least else "0", value)
+        groups, heads = self.gdn_groups, self.gdn_heads
+        if type(groups) is not int or groups < 0 or (groups and heads % groups):
+            raise self._bad("gdn_groups", f"0 or a divisor of {heads}", groups)
         if type(self.expert_adapters) is not bool or (self.expert_adapters and not self.experts):
             raise self._bad(
                 "expert_adapters", "a flag of models with experts", self.expert_adapters

@@ -32,6 +32,8 @@ _EXPERT_LEAVES: Final = {
 FUSED: Final = {
     ("self_attn", "qkv_proj"): (LoraModule.Q_PROJ, LoraModule.K_PROJ, LoraModule.V_PROJ),
     ("mlp", "gate_up_proj"): (LoraModule.GATE_PROJ, LoraModule.UP_PROJ),
+    ("linear_attn", "in_proj_qkvz"): (LoraModule.IN_PROJ_QKV, LoraModule.IN_PROJ_Z),
+    ("linear_attn", "in_proj_ba"): (LoraModule.IN_PROJ_B, LoraModule.IN_PROJ_A),
 }
 """Modules of checkpoints whose projections are stacked row by row; a split base takes the parts."""
 
@@ -94,6 +96,20 @@ _PARAMETERS: Final[dict[str, dict[tuple[str, ...], Half]]] = {
     "lora_embedding_B": {("weight",): "B", (): "B"},
     "lora_magnitude_vector": {("weight",): "magnitude", (): "magnitude"},
 }
+
+
+def fused_parts(parent: str, leaf: str, dims: ModelDims) -> tuple[LoraModule, ...] | None:
+    """The modules a fused one stands for in this model, or ``None`` where it is not known.
+
+    A gated q is interleaved per head: no fused checkpoint has such rows. Those of a delta net are
+    known only where the checkpoint itself has it fused.
+    """
+    parts = FUSED.get((parent, leaf))
+    if parts is None or not all(part in dims.modules for part in parts):
+        return None
+    plain = parts[0] is not LoraModule.Q_PROJ or dims.q_out == dims.attn_in
+    grouped = parent != _GDN_PARENT or dims.gdn_groups > 0
+    return parts if plain and grouped else None
 
 
 def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
@@ -159,11 +175,11 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | Ove
     if path[:2] == ["mlp", "experts"]:
         return _expert(path[2:], layer, half, ".".join(module_parts), adapter_name, key, dims)
     module = _BY_PATH.get(".".join(path))
-    fused = FUSED.get((path[0], path[1])) if len(path) == 2 else None
-    # A gated q is interleaved per head: no fused checkpoint has such rows.
-    if fused is not None and (fused[0] is not LoraModule.Q_PROJ or dims.q_out == dims.attn_in):
-        if all(dims.applies_to_layer(layer, part) for part in fused):
-            return FusedKey(layer, fused, half, ".".join(module_parts), adapter_name)
+    fused = fused_parts(path[0], path[1], dims) if len(path) == 2 else None
+    if fused is not None and all(dims.applies_to_layer(layer, part) for part in fused):
+        return FusedKey(layer, fused, half, ".".join(module_parts), adapter_name)
+    if fused is not None and path[0] == _GDN_PARENT:
+        module = fused[0]
     if module is None or module not in dims.modules:
         if path[0] == _GDN_PARENT:
             raise _refuse("gdn-target", "the model has no such gated delta net module", key)

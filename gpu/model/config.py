@@ -23,8 +23,10 @@ from .fields import bad_field, flag, ids, integer, number
 from .hybrid_config import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
+    NEXT,
     PARTIAL_ROTARY,
     MoeShape,
+    check_next,
     gdn_shape,
     linear_layers,
     moe_shape,
@@ -45,6 +47,8 @@ MODEL_TYPES: Final[dict[str, Family]] = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    # The same layers, with the inputs of the delta net fused.
+    "qwen3_next": "qwen3_5_moe",
 }
 """``model_type`` of config.json -> family."""
 HYBRID: Final = ("qwen3_5", "qwen3_5_moe")
@@ -144,6 +148,11 @@ class ModelConfig:
         """Width of q, k and v side by side."""
         return self.q_out + 2 * self.kv_out
 
+    @property
+    def gdn_groups(self) -> int:
+        """Key heads by which fused inputs of the delta net are grouped; 0 where they are apart."""
+        return self.gdn.key_heads if self.gdn and self.release == "qwen3_next" else 0
+
     def to_lora_dims(self, *, expert_adapters: bool = False) -> ModelDims:
         """The dimensions adapters are audited and packed against.
 
@@ -162,6 +171,7 @@ class ModelConfig:
             gdn_channels=self.gdn.channels if self.gdn else 0,
             gdn_value=self.gdn.value_width if self.gdn else 0,
             gdn_heads=self.gdn.value_heads if self.gdn else 0,
+            gdn_groups=self.gdn_groups,
             experts=self.moe.experts if self.moe else 0,
             expert_inner=self.moe.inner if self.moe else 0,
             shared_inner=self.moe.shared if self.moe else 0,
@@ -217,6 +227,8 @@ def parse_config(
         raise bad_field("eos_token_id", f"ids in 0..{vocab - 1}", eos)
     linear = linear_layers(text, num_layers) if hybrid else frozenset[int]()
     moe = moe_shape(text) if family == "qwen3_5_moe" else None
+    if raw.get("model_type") == NEXT:
+        check_next(text)
     if family == "qwen3_5" and text.get("num_experts"):
         raise bad_field("num_experts", "none in a dense model", text.get("num_experts"))
     return ModelConfig(

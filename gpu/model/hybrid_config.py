@@ -26,6 +26,7 @@ _KINDS: Final = ("linear_attention", "full_attention")
 PARTIAL_ROTARY: Final = 0.25
 _INTERVAL: Final = 4
 _HOLO_IMAGE_TOKEN: Final = 248056
+NEXT: Final = "qwen3_next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,28 @@ def moe_shape(text: Mapping[str, Any]) -> MoeShape:
     )
 
 
+def check_next(text: Mapping[str, Any]) -> None:
+    """Fields only Qwen3-Next has, all of which must say what the family always does.
+
+    Raises:
+        ModelError: bad-config-field.
+    """
+    if not flag(text, "norm_topk_prob", default=True):
+        raise bad_field("norm_topk_prob", "true", False)
+    if (step := text.get("decoder_sparse_step", 1)) != 1:
+        raise bad_field("decoder_sparse_step", "1: experts in every layer", step)
+    if dense := text.get("mlp_only_layers"):
+        raise bad_field("mlp_only_layers", "none: experts in every layer", dense)
+
+
 def release_name(raw: Mapping[str, Any], text: Mapping[str, Any], family: str) -> str:
     """What the checkpoint is released as; the math is the family's in every case.
 
     Qwen3.6 and Holo 3.1 carry the ``qwen3_5_moe`` type: Holo has vision, no multi-token
     prediction layers and its own image token; Qwen3.6 interleaves its rotary sections.
     """
+    if raw.get("model_type") == NEXT:
+        return NEXT
     if family != "qwen3_5_moe":
         return family
     mtp = text.get("mtp_num_hidden_layers", raw.get("mtp_num_hidden_layers"))

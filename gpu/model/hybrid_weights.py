@@ -4,8 +4,8 @@ What it owns: the spellings of a checkpoint's tensor names that are served, and 
 left aside and why. Invariants: as in `weights`; experts are taken fused or one by one, whichever
 the checkpoint has, and never a mix in one layer.
 
-Names are those of transformers' ``Qwen3_5ForCausalLM`` and ``Qwen3_5MoeForCausalLM``, and of the
-same models inside ``...ForConditionalGeneration``.
+Names are those of transformers' ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM`` and
+``Qwen3NextForCausalLM``, and of the same models inside ``...ForConditionalGeneration``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from ..kernels.gdn import GdnShape, GdnWeights
+from ..lora.dims import LoraModule
+from ..lora.fused import grouped_rows
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .hybrid_config import MoeShape
@@ -109,7 +112,7 @@ def hybrid_shapes(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> Sh
     }
     if layer in config.linear_layers:
         assert config.gdn is not None
-        shapes |= _gdn_shapes(config.gdn, hidden)
+        shapes |= _gdn_shapes(config.gdn, hidden, fused=config.gdn_groups > 0)
     else:
         shapes |= {
             "self_attn.q_proj.weight": (config.q_out, hidden),
@@ -126,12 +129,17 @@ def hybrid_shapes(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> Sh
     return {at + name: shape for name, shape in shapes.items()}
 
 
-def _gdn_shapes(gdn: GdnShape, hidden: int) -> Shapes:
+def _gdn_shapes(gdn: GdnShape, hidden: int, *, fused: bool) -> Shapes:
+    heights = {
+        "qkv": gdn.channels,
+        "z": gdn.value_width,
+        "b": gdn.value_heads,
+        "a": gdn.value_heads,
+    }
+    if fused:
+        heights = {"qkvz": gdn.channels + gdn.value_width, "ba": 2 * gdn.value_heads}
     return {
-        "linear_attn.in_proj_qkv.weight": (gdn.channels, hidden),
-        "linear_attn.in_proj_z.weight": (gdn.value_width, hidden),
-        "linear_attn.in_proj_b.weight": (gdn.value_heads, hidden),
-        "linear_attn.in_proj_a.weight": (gdn.value_heads, hidden),
+        **{f"linear_attn.in_proj_{name}.weight": (n, hidden) for name, n in heights.items()},
         "linear_attn.conv1d.weight": (gdn.channels, 1, gdn.conv),
         "linear_attn.A_log": (gdn.value_heads,),
         "linear_attn.dt_bias": (gdn.value_heads,),
@@ -192,7 +200,7 @@ def _attention(loader: TensorLoader, at: str) -> AttentionWeights:
 def _delta_net(loader: TensorLoader, config: ModelConfig, at: str) -> DeltaNetWeights:
     at += "linear_attn."
     return DeltaNetWeights(
-        projection=loader.linear([f"{at}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]),
+        projection=_inputs(loader, config, at),
         inner=GdnWeights(
             conv=loader.tensor(at + "conv1d.weight")[:, 0].T.contiguous(),
             decay=-loader.wide(at + "A_log").exp(),
@@ -202,6 +210,24 @@ def _delta_net(loader: TensorLoader, config: ModelConfig, at: str) -> DeltaNetWe
         ),
         out=loader.linear([at + "out_proj.weight"]),
     )
+
+
+def _inputs(loader: TensorLoader, config: ModelConfig, at: str) -> Linear:
+    """in_proj_qkv, z, b and a stacked, whatever the checkpoint has."""
+    if not config.gdn_groups:
+        return loader.linear([f"{at}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")])
+    dims = config.to_lora_dims()
+    rows, fused = grouped_rows(dims), dims.gdn_channels + dims.gdn_value
+    order = np.concatenate(
+        (
+            rows[LoraModule.IN_PROJ_QKV],
+            rows[LoraModule.IN_PROJ_Z],
+            rows[LoraModule.IN_PROJ_B] + fused,
+            rows[LoraModule.IN_PROJ_A] + fused,
+        )
+    )
+    names = [f"{at}in_proj_{name}.weight" for name in ("qkvz", "ba")]
+    return loader.linear(names, order=torch.from_numpy(order))
 
 
 def _mlp(loader: TensorLoader, at: str) -> DenseWeights:

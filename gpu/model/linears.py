@@ -22,6 +22,8 @@ import torch
 
 from ...errors import ModelError, StagingError
 from ..lora.dims import TOKEN_MODULES, LoraModule, ModelDims
+from ..lora.fused import grouped_rows
+from ..lora.keys import FUSED
 from ..lora.overlay import token_rows
 from .checkpoint import Checkpoint
 from .hybrid_weights import text_name
@@ -34,13 +36,15 @@ class BaseLinears:
 
     Args:
         dtype: the engine's; values are rounded to it, as those in use were.
+        dims: of the model; says how fused inputs of a delta net are grouped.
 
     Raises:
         ModelError: as `Checkpoint`.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, dims: ModelDims) -> None:
         self._dtype = dtype
+        self._grouped = grouped_rows(dims) if dims.gdn_groups else {}
         self._handles: list[int] = []
         # A descriptor closed under a read could by then be another file's.
         self._lock = threading.Lock()
@@ -81,6 +85,10 @@ class BaseLinears:
         Raises:
             StagingError: base-weights-unreadable.
         """
+        order = self._grouped.get(module)
+        if order is not None:
+            fused = next(leaf for (_, leaf), parts in FUSED.items() if module in parts)
+            return self.whole(f"model.layers.{layer}.linear_attn.{fused}.weight")[order[start:stop]]
         return self._read(_name(layer, module) + ".weight", start, stop)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:

@@ -200,7 +200,7 @@ class Runner:
         path = Path(model_dir)
         config = load_config(path)
         weights, kernels = read(path, config, dtype, use_numba=use_numba)
-        linears = BaseLinears(path, kernels.dtype)
+        linears = BaseLinears(path, kernels.dtype, config.to_lora_dims())
         try:
             runner = cls(
                 device,

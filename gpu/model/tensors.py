@@ -60,9 +60,17 @@ class TensorLoader:
             at += part.shape[0]
         return self._kept(made)
 
-    def linear(self, names: Sequence[str], bias: torch.Tensor | None = None) -> Linear:
-        """A linear of the stacked weights, packed."""
+    def linear(
+        self,
+        names: Sequence[str],
+        bias: torch.Tensor | None = None,
+        *,
+        order: torch.Tensor | None = None,
+    ) -> Linear:
+        """A linear of the stacked weights, packed; ``order``: int64, rows of the stack to take."""
         weight = self.tensor(names[0]) if len(names) == 1 else self.stacked(names)
+        if order is not None:
+            weight = weight.index_select(0, order)
         return self.kernels.linear(weight, bias)
 
     def experts(self, name: str) -> tuple[Linear, ...]:

@@ -193,7 +193,7 @@ class TorchRunner:
         check_family(config.family)
         chosen = open_space(device) if space is None else space
         weights, served_in = read(path, config, dtype, chosen)
-        linears = BaseLinears(path, served_in)
+        linears = BaseLinears(path, served_in, config.to_lora_dims())
         try:
             runner = cls(
                 device,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.errors import RejectError
-from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.errors import ModelError, RejectError
+from rota.gpu.lora.dims import TOKEN_MODULES, LoraModule, ModelDims
+from rota.gpu.lora.fused import grouped_rows
 from rota.gpu.lora.keys import ExpertsKey, FusedKey, OverlayKey, PairKey, canonical_keys, classify
 
 Q = "layers.1.self_attn.q_proj"
@@ -235,7 +236,9 @@ def test_every_key_gets_exactly_one_answer(key: str) -> None:
     except RejectError as refusal:
         assert refusal.subject == key[:300]
         return
-    if isinstance(found, PairKey):
+    if isinstance(found, PairKey) and found.module in TOKEN_MODULES:
+        assert found.layer == dims.num_layers
+    elif isinstance(found, PairKey):
         assert dims.applies_to_layer(found.layer, found.module)
     elif isinstance(found, FusedKey):
         assert all(dims.applies_to_layer(found.layer, part) for part in found.modules)
@@ -270,6 +273,37 @@ def test_hybrid_places(dims: ModelDims, path: str, module: LoraModule) -> None:
     known = dict(canonical_keys(dims))
     assert known[key] == found
     assert all(classify(one, dims) == place for one, place in known.items())
+
+
+def test_fused_inputs_of_a_delta_net_where_the_checkpoint_has_them_so() -> None:
+    grouped = dataclasses.replace(MOE, gdn_groups=1)
+    for leaf, parts in (
+        ("in_proj_qkvz", (LoraModule.IN_PROJ_QKV, LoraModule.IN_PROJ_Z)),
+        ("in_proj_ba", (LoraModule.IN_PROJ_B, LoraModule.IN_PROJ_A)),
+    ):
+        key = f"base_model.model.model.layers.1.linear_attn.{leaf}.lora_B.weight"
+        found = classify(key, grouped)
+        assert isinstance(found, FusedKey) and found.modules == parts
+        with pytest.raises(RejectError) as caught:
+            classify(key, MOE)
+        assert caught.value.code == "gdn-target"
+        with pytest.raises(RejectError) as caught:
+            classify(key.replace("layers.1", "layers.2"), grouped)
+        assert caught.value.code == "gdn-in-on-attention-layer"
+
+
+def test_fused_rows_are_grouped_by_key_head() -> None:
+    # Two key heads of width 2, four value heads of width 3: q 4, k 4, v 12, z 12, b 4, a 4 rows.
+    dims = ModelDims(1, 8, 24, 4, 12, 6, 16, False, (0,), 20, 12, 4, gdn_groups=2)
+    rows = {module: found.tolist() for module, found in grouped_rows(dims).items()}
+    assert rows[LoraModule.IN_PROJ_B] == [0, 1, 4, 5]
+    assert rows[LoraModule.IN_PROJ_A] == [2, 3, 6, 7]
+    assert rows[LoraModule.IN_PROJ_Z] == [*range(10, 16), *range(26, 32)]
+    qkv = [0, 1, 16, 17, 2, 3, 18, 19, *range(4, 10), *range(20, 26)]
+    assert rows[LoraModule.IN_PROJ_QKV] == qkv
+    with pytest.raises(ModelError) as caught:
+        dataclasses.replace(dims, gdn_groups=3)
+    assert caught.value.subject == "gdn_groups"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from rota.errors import StagingError
 from rota.gpu.kernels.affine import AffineGroup
 from rota.gpu.lora.dims import LoraModule
+from rota.gpu.model.config import load_config
 from rota.gpu.model.linears import BaseLinears
 
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30]
@@ -63,7 +64,8 @@ def test_the_torch_references_agree(open_bench, reference):
 
 def test_base_weights_are_read_as_served(data_dir, tmp_path):
     folder = data_dir / "oracle" / "qwen2" / "base"
-    linears = BaseLinears(folder, torch.bfloat16)
+    dims = load_config(folder).to_lora_dims()
+    linears = BaseLinears(folder, torch.bfloat16, dims)
     whole = linears.rows(1, LoraModule.UP_PROJ, 0, 80)
     assert whole.shape == (80, 48) and str(whole.dtype) == "float32"
     assert (linears.rows(1, LoraModule.UP_PROJ, 17, 20) == whole[17:20]).all()
@@ -78,9 +80,10 @@ def test_base_weights_are_read_as_served(data_dir, tmp_path):
 
 def test_a_checkpoint_cut_short_while_it_serves_is_a_refusal(data_dir, tmp_path):
     source = data_dir / "oracle" / "qwen2" / "base" / "model.safetensors"
+    dims = load_config(source.parent).to_lora_dims()
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(source.read_bytes())
-    linears = BaseLinears(tmp_path, torch.float32)
+    linears = BaseLinears(tmp_path, torch.float32, dims)
     assert linears.rows(0, LoraModule.Q_PROJ, 0, 2).any()
     with copy.open("r+b") as file:
         file.truncate(1000)

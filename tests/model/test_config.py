@@ -264,6 +264,23 @@ def test_releases_of_the_expert_family_have_their_own_names():
     assert {parse_config(c).family for c in (holo, with_mtp)} == {"qwen3_5_moe"}
 
 
+def test_qwen3_next_is_the_expert_family_with_fused_inputs():
+    config = parse_config(HYBRID | EXPERTS | {"model_type": "qwen3_next"})
+    assert (config.family, config.release) == ("qwen3_5_moe", "qwen3_next")
+    assert config.to_lora_dims().gdn_groups == 2
+    assert parse_config(HYBRID | EXPERTS).to_lora_dims().gdn_groups == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("norm_topk_prob", False), ("decoder_sparse_step", 2), ("mlp_only_layers", [0])],
+)
+def test_what_a_qwen3_next_could_be_and_is_not_served_as(field, value):
+    with pytest.raises(ModelError) as caught:
+        parse_config(HYBRID | EXPERTS | {"model_type": "qwen3_next", field: value})
+    assert (caught.value.code, caught.value.subject) == ("bad-config-field", field)
+
+
 @pytest.mark.parametrize(
     ("code", "subject", "fields"),
     [

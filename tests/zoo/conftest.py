@@ -17,13 +17,14 @@ from rota.gpu.model.runner import RowInput, Runner
 
 ZOO = Path(__file__).resolve().parent
 SLOTS = 48
+ROUTED = ("qwen3_next",)
 
 
 class Keeper:
     """A runner over one checkpoint, and PEFT's answers."""
 
     def __init__(self, family: str, dtype: str, data_dir: Path) -> None:
-        self.folder = ZOO / family
+        self.folder, self.routed = ZOO / family, family in ROUTED
         self.runner = Runner.load(
             data_dir / "oracle" / family / "base",
             HostDevice(checked=True),
@@ -32,6 +33,7 @@ class Keeper:
             max_lora_rank=16,
             overlay_rows=128,
             max_embedding_rank=16,
+            expert_adapters=family in ROUTED,
             num_blocks=SLOTS + 1,
             max_step_tokens=512,
             max_sequences=SLOTS + 1,
@@ -46,9 +48,10 @@ class Keeper:
         source = DirectorySource(self.folder / name)
         return stage(source, self.runner.layout, base_rows=self.runner.base_rows)
 
-    def answer(self, name: str) -> torch.Tensor:
-        """PEFT's logits of the last positions: float32 ``[n, vocab]``."""
-        return self._answers[f"{name}.{self._tag}"].float()
+    def answer(self, name: str, tag: str = "") -> torch.Tensor:
+        """PEFT's logits of the last positions, in the runner's dtype or of the other model ("f32",
+        "bf16"): float32 ``[n, vocab]``."""
+        return self._answers[f"{name}.{tag or self._tag}"].float()
 
     def logits(self, slots: Sequence[int]) -> torch.Tensor:
         """Logits of the last positions of the prompt, one row a slot: ``[rows, n, vocab]``."""

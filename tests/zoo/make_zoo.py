@@ -2,24 +2,25 @@
 
 Run with a Python that has torch, transformers 5.24 and peft 0.21.2 (no environment of rota's own):
 
-    python tests/zoo/make_zoo.py
+    python tests/zoo/make_zoo.py [FAMILY ...]
 
 Kinds are made by PEFT itself and saved by its ``save_pretrained``. Producers are the same deltas in
 the names and layouts other trainers write; the PEFT adapter they come from is their oracle. The
-base checkpoints are those of ``tests/data/oracle``. Answers are the logits of the last positions of
-one prompt, from a float32 and from a bfloat16 model. Seeds are fixed: a second run writes the same
-bytes.
+base checkpoints are those of ``tests/data/oracle`` (qwen3_next's is written here). Answers are the
+logits of the last positions of one prompt, from a float32 and from a bfloat16 model. Seeds are
+fixed: a second run writes the same bytes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from zoo_writer import CONFIG, WEIGHTS, Zoo, base, randomise
+from zoo_writer import CONFIG, WEIGHTS, Zoo, base, randomise, write_next
 
 INDEX = WEIGHTS + ".index.json"
 PARENTS = {"embed_tokens": "model.", "lm_head": ""}
@@ -315,7 +316,27 @@ def qwen2() -> None:
     zoo.finish()
 
 
+def qwen3_next() -> None:
+    """Delta nets with fused inputs."""
+    write_next()
+    zoo = Zoo("qwen3_next")
+    few = {"r": 2, "lora_alpha": 6}
+    fused = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
+    zoo.kind("fused_inputs", LoraConfig(**few, target_modules=fused))
+    zoo.kind("fused_inputs_dora", LoraConfig(**few, target_modules=fused, use_dora=True))
+    zoo.kind("all_linear", LoraConfig(**few, target_modules="all-linear"))
+    zoo.kind(
+        "experts",
+        LoraConfig(
+            **few,
+            target_modules=["in_proj_ba"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ),
+    )
+    zoo.finish()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    llama()
-    qwen2()
+    for family in sys.argv[1:] or ("llama", "qwen2", "qwen3_next"):
+        {"llama": llama, "qwen2": qwen2, "qwen3_next": qwen3_next}[family]()

@@ -20,10 +20,12 @@ from rota.gpu.model.config import load_config
 
 ZOO = Path(__file__).resolve().parent
 DTYPES = ["float32", "bfloat16"]
-FAMILIES = ["llama", "qwen2"]
+FAMILIES = ["llama", "qwen2", "qwen3_next"]
 FP32_RELATIVE = 1e-4
 BF16_RMS = 0.05
 NEAR_TIE = 0.02
+ROUTED_RMS = 3.0
+"""Of the error PEFT's own bfloat16 has, where a router may choose another expert."""
 
 
 def entries() -> list[tuple[str, str, dict[str, Any]]]:
@@ -51,13 +53,22 @@ class NoBiases:
         return np.zeros(1, np.float32)
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
+def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+
+
+def check(one: Any, found: torch.Tensor, name: str, dtype: str) -> None:
+    """Against PEFT's answer; in bfloat16 a router may err as far as PEFT's own bfloat16 does."""
+    expected = one.answer(name)
     if dtype == "float32":
         bound = FP32_RELATIVE * float(expected.abs().max())
         assert float((found - expected).abs().max()) < bound
         return
-    error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
-    assert float(error) < BF16_RMS
+    if one.routed:
+        exact = one.answer(name, "f32")
+        assert rms(found, exact) < max(BF16_RMS, ROUTED_RMS * rms(expected, exact))
+        return
+    assert rms(found, expected) < BF16_RMS
     # The token PEFT would choose, or one it holds for as good as equal.
     chosen = expected.gather(-1, found.argmax(-1, keepdim=True)).squeeze(-1)
     assert bool((chosen >= expected.amax(-1) - NEAR_TIE * expected.abs().max()).all())
@@ -99,7 +110,7 @@ def test_alone_it_answers_as_peft_does(
     one.runner.commit(3, staged.image)
     expected = one.answer(oracle_of(family, name))
     assert float((expected - one.answer("base")).abs().max()) > 0.1
-    check(one.logits([3])[0], expected, dtype)
+    check(one, one.logits([3])[0], oracle_of(family, name), dtype)
     one.runner.retire(3)
 
 
@@ -120,8 +131,8 @@ def test_all_at_once_each_answers_as_alone(
     together = one.logits(order)
     for row, name in enumerate(names):
         assert torch.equal(together[row], alone[row]), name
-        check(together[row], one.answer(oracle_of(family, name)), dtype)
+        check(one, together[row], oracle_of(family, name), dtype)
     assert torch.equal(together[-1], base_alone)
-    check(base_alone, one.answer("base"), dtype)
+    check(one, base_alone, "base", dtype)
     for slot in range(len(names)):
         one.runner.retire(slot)

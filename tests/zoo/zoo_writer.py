@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 HERE = Path(__file__).resolve().parent
 BASES = HERE.parent / "data" / "oracle"
@@ -24,6 +24,59 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def base(family: str, dtype: torch.dtype = torch.float32) -> Any:
     model = AutoModelForCausalLM.from_pretrained(BASES / family / "base", dtype=dtype)
     return model.eval()
+
+
+def write_next() -> None:
+    """A tiny Qwen3-Next: the inputs of its delta nets are fused, in_proj_qkvz and in_proj_ba."""
+    folder = BASES / "qwen3_next" / "base"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, value in sorted(model.named_parameters()):
+            seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big")
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            if key.endswith("linear_attn.norm.weight"):
+                made = 1 + 0.3 * noise
+            elif key.endswith("A_log"):
+                made = torch.log(0.05 + noise.abs())
+            elif value.dim() == 1:
+                made = 0.3 * noise
+            elif "conv1d" in key:
+                made = 0.6 * noise
+            elif "embed_tokens" in key:
+                made = noise
+            elif key.endswith("mlp.gate.weight"):
+                made = 6 * noise / value.shape[-1] ** 0.5
+            else:
+                made = 1.5 * noise / value.shape[-1] ** 0.5
+            value.copy_(made.to(torch.bfloat16))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 @torch.no_grad()
