@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..errors import CapacityError, RejectError
 from ..gpu.lora import safefile
 from ..gpu.lora.audit import check_targets
+from ..gpu.lora.buffers import blank
 from ..gpu.lora.config import parse_config
 from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import SlotLayout
@@ -85,7 +86,7 @@ class Carrier:
                 return transport.allocate(nbytes)
             except CapacityError as error:
                 log.warning("reading by TCP: %s", error)
-        return np.empty(nbytes, np.uint8) if wanted is None else wanted
+        return blank(nbytes) if wanted is None else wanted
 
     def bring(
         self,
@@ -139,9 +140,7 @@ class ImageLanding:
         self._carrier, self._adapter, self._want = carrier, adapter, want
         self._least = files_at_least
         self._session = carrier.session
-        self._wanted = (
-            None if want.buffer is None else reuse_buffer(want.layout, want.buffer, zero=False)
-        )
+        self._wanted = None if want.buffer is None else reuse_buffer(want.layout, want.buffer)
         self._target: npt.NDArray[np.uint8] | None = None
         self._manifest: m.Manifest | None = None
         self._packed: m.Packed | None = None
@@ -155,7 +154,7 @@ class ImageLanding:
         layout, session = self._want.layout, self._session
         room = layout.slot_bytes if session.rails is None and self._want.held is None else 0
         if room:
-            self._target = np.empty(room, np.uint8) if self._wanted is None else self._wanted
+            self._target = blank(room) if self._wanted is None else self._wanted
         ask = m.Fetch(self._adapter, layout.fingerprint(), list(KNOWN), self._least, room)
         sink = None if self._target is None else self._target.data
         session.link.call(ask, sink, self._landed, self._on_fetched)
@@ -199,7 +198,9 @@ class ImageLanding:
             target = self._wanted
         times.append(clock())
         seconds = {n: b - a for n, a, b in zip(_PHASES, times, times[1:], strict=False)}
-        return _staged(packed, target, seconds)
+        transport = self._session.transport
+        lent = self._wanted is not None or (transport is not None and transport.contains(target))
+        return _staged(packed, target, seconds, lent=lent)
 
     def _on_fetched(self, answer: m.Message) -> None:
         assert isinstance(answer, m.Fetched)
@@ -244,7 +245,7 @@ class ImageLanding:
 
 
 def _staged(
-    packed: m.Packed, target: npt.NDArray[np.uint8], seconds: dict[str, float]
+    packed: m.Packed, target: npt.NDArray[np.uint8], seconds: dict[str, float], *, lent: bool
 ) -> StagedAdapter:
     ranks = tuple(np.frombuffer(packed.ranks, "<u2").tolist())
     scales = np.frombuffer(packed.scales, "<f4").astype(np.float32)
@@ -259,6 +260,7 @@ def _staged(
         embed_rows=packed.embed_rows,
         head_rows=packed.head_rows,
         affine=tuple(map(bool, packed.affine)),
+        lent=lent,
     )
     report = dataclasses.replace(packed.report, seconds=seconds)
     return StagedAdapter(image, report, packed.digest)

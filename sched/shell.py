@@ -385,7 +385,7 @@ class Shell:
             self._arrive(ev.StageFailed(stage, to_failure(error)))
         else:
             image = outcome.cached if outcome.cached >= 0 else stage
-            self._stager.keep(image, outcome, source)
+            self._stager.keep(image, outcome)
             if outcome.cached < 0:
                 self.timings.staged(getattr(outcome.staged.report, "seconds", {}))
             made = outcome.staged.image

@@ -48,11 +48,13 @@ StageFunction = Callable[[Any, Callable[[], bool], Held | None], Staged]
 
 
 class StageOutcome(msgspec.Struct, frozen=True):
-    """``cached``: the id of an image that already holds this content, or -1."""
+    """``cached``: the id of an image that already holds this content, or -1. ``place``: where it
+    was read from, in the terms in which ``signature`` may be looked up again."""
 
     staged: Any
     cached: int
     signature: Signature | None
+    place: Hashable
 
 
 class StageRunner(Protocol):
@@ -64,16 +66,17 @@ class StageRunner(Protocol):
     def cancel(self, stage: int) -> None: ...
     def cancel_all(self) -> None: ...
     def abandon_all(self) -> None: ...
-    def keep(self, image: int, outcome: StageOutcome, source: Any) -> None: ...
+    def keep(self, image: int, outcome: StageOutcome) -> None: ...
     def drop(self, image: int) -> None: ...
     def drop_all(self) -> None: ...
 
 
-def source_key(source: Any) -> object:
-    """Two sources with equal keys are the same place. Bytes are a place of their own."""
+def source_key(source: Any) -> Hashable:
+    """Two sources with equal keys are the same place. Bytes are a place of their own. Asks no disk,
+    which might not answer: links are followed when staging does."""
     path = getattr(source, "path", None)
     if path is not None:
-        return ("dir", os.path.realpath(path))
+        return ("dir", os.path.abspath(path))
     place: Hashable | None = getattr(source, "place", None)
     return ("object", id(source)) if place is None else place
 
@@ -103,7 +106,7 @@ class Stager:
         self._limiter = anyio.CapacityLimiter(workers)
         self._clock_ns = clock_ns
         self.images: dict[int, Staged] = {}
-        self._by_signature: dict[tuple[object, Signature], int] = {}
+        self._by_signature: dict[tuple[Hashable, Signature], int] = {}
         self._cancelled: dict[int, threading.Event] = {}
         self._scopes: dict[int, anyio.CancelScope] = {}
 
@@ -138,11 +141,11 @@ class Stager:
         for scope in list(self._scopes.values()):
             scope.cancel()
 
-    def keep(self, image: int, outcome: StageOutcome, source: Any) -> None:
+    def keep(self, image: int, outcome: StageOutcome) -> None:
         """Hold a staged image under its id, and remember what it was read from."""
         self.images[image] = outcome.staged
         if outcome.signature is not None:
-            self._by_signature[(source_key(source), outcome.signature)] = image
+            self._by_signature[(outcome.place, outcome.signature)] = image
 
     def drop(self, image: int) -> None:
         del self.images[image]
@@ -157,11 +160,14 @@ class Stager:
         if flag.is_set():
             raise StagingError("cancelled before it began", code="stage-cancelled")
         key, path = source_key(source), getattr(source, "path", None)
-        before = directory_signature(Path(path), self._clock_ns()) if path is not None else None
+        before = None
+        if path is not None:
+            key = ("dir", os.path.realpath(path))
+            before = directory_signature(Path(path), self._clock_ns())
         if before is not None:
             found = self._find(key, before)
             if found is not None:
-                return StageOutcome(found[1], found[0], before)
+                return StageOutcome(found[1], found[0], before, key)
 
         def held(digest: str) -> Staged | None:
             found = self._find(key, digest)
@@ -172,19 +178,19 @@ class Stager:
             after = None
             if before is not None:
                 after = directory_signature(Path(path), self._clock_ns())
-            return StageOutcome(staged, -1, after if after == before else None)
+            return StageOutcome(staged, -1, after if after == before else None, key)
         if getattr(source, "place", None) is None:
-            return StageOutcome(staged, -1, None)
+            return StageOutcome(staged, -1, None, key)
         found = self._find(key, staged.digest)
         again = found is not None and found[1] is staged
-        return StageOutcome(staged, found[0] if found and again else -1, staged.digest)
+        return StageOutcome(staged, found[0] if found and again else -1, staged.digest, key)
 
-    def _holds(self, key: object) -> bool:
+    def _holds(self, key: Hashable) -> bool:
         """Something of that place may be held. (The loop's thread changes the mapping meanwhile;
         listing its keys is one step.)"""
         return any(place == key for place, _ in list(self._by_signature))
 
-    def _find(self, key: object, signature: Signature) -> tuple[int, Staged] | None:
+    def _find(self, key: Hashable, signature: Signature) -> tuple[int, Staged] | None:
         """The image held of a place that looked so, and its id."""
         image = self._by_signature.get((key, signature), -1)
         staged = self.images.get(image)

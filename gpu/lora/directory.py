@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import RejectError, StagingError
+from .buffers import blank
 from .safefile import (
     CONFIG_NAME,
     FILE_NAME,
@@ -192,7 +193,7 @@ class _Reader:
                 raise too_large(code, name, limit, status.st_size)
             if _identity(status) != self._seen[name]:
                 raise _changed(name)
-            buffer = np.empty(status.st_size, np.uint8)
+            buffer = blank(status.st_size)
             view, filled = buffer.data, 0
             while filled < status.st_size:
                 count = os.readv(handle, [view[filled:]])

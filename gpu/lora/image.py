@@ -3,7 +3,8 @@
 What it owns: nothing but the buffer it holds. Invariants: the buffer has exactly
 ``layout.slot_bytes`` bytes; every byte that is not a value of the adapter is zero (overlay ids that
 are unused are -1); ``scales[p]`` is 0 where ``present[p]`` is False. Equal adapters give equal
-images to the last bit, whichever way the bytes came.
+images to the last bit, whichever way the bytes came. Nobody writes to a buffer once its image is
+made: on the host a slot may *be* the image (`LoraPool`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotImage:
-    """What `gpu.lora.stage.stage` makes and `gpu.lora.pool.LoraPool.commit` copies.
+    """What `gpu.lora.stage.stage` makes and `gpu.lora.pool.LoraPool.commit` puts in a slot.
 
     Attributes:
         buffer: uint8 ``[slot_bytes]``, contiguous.
@@ -28,6 +29,8 @@ class SlotImage:
         embed_rows: used rows of the embedding overlay.
         head_rows: used rows of the lm_head overlay.
         affine: per pair index, True where the pair has a factor and an offset; ``()`` is nowhere.
+        lent: the buffer belongs to someone who wants it back (a caller's, a block of a registered
+            arena), so a pool copies it even where it could serve from it.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -39,6 +42,7 @@ class SlotImage:
     embed_rows: int = 0
     head_rows: int = 0
     affine: tuple[bool, ...] = ()
+    lent: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -110,18 +110,10 @@ def to_f32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
     return bf16_to_f32(values.view(np.uint16)) if values.dtype == np.uint16 else _wide(values)
 
 
-def fresh_buffer(layout: SlotLayout) -> npt.NDArray[np.uint8]:
-    """A zeroed slot buffer, uint8 ``[slot_bytes]``."""
-    return np.zeros(layout.slot_bytes, np.uint8)
-
-
 def reuse_buffer(
-    layout: SlotLayout,
-    buffer: npt.NDArray[np.uint8] | bytearray | memoryview,
-    *,
-    zero: bool = True,
+    layout: SlotLayout, buffer: npt.NDArray[np.uint8] | bytearray | memoryview
 ) -> npt.NDArray[np.uint8]:
-    """A caller's buffer as a slot buffer, zeroed unless every byte of it will be written.
+    """A caller's buffer as a slot buffer; what is in it does not matter.
 
     Raises:
         InternalError: bad-buffer, when it is not a writable run of exactly ``slot_bytes`` bytes.
@@ -136,17 +128,17 @@ def reuse_buffer(
             expected=f"{layout.slot_bytes} writable contiguous bytes",
             found=f"{made.dtype} {made.shape} writeable={flags.writeable}",
         )
-    if zero:
-        made[:] = 0
     return made
 
 
 def pack_pairs(
     pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
 ) -> None:
-    """Write audited (hence finite) pairs into a zeroed slot buffer (uint8 ``[slot_bytes]``)."""
+    """Write audited (hence finite) pairs into a slot buffer (uint8 ``[slot_bytes]``), and zero into
+    every other byte of it."""
     elem = layout.elem
     size = elem.size
+    _clear_rest(pairs, layout, buffer)
     slot = buffer[: layout.pairs_bytes].view(elem.numpy)
     converted = _convert_blocks(pairs, elem)
     for pair in pairs:
@@ -162,6 +154,27 @@ def pack_pairs(
             region[:] = b
         else:
             region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
+
+
+def _clear_rest(
+    pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
+) -> None:
+    """Zero what no pair fills. Most adapters fill nearly all; clearing costs as much as packing.
+
+    Rows of B shorter than the stride leave holes, so that whole region is cleared.
+    """
+    size = layout.elem.size
+    filled = []
+    for pair in pairs:
+        place = layout.pairs[pair.index]
+        filled.append((place.a_off, pair.rank * place.k_in * size))
+        if pair.rank == place.stride:
+            filled.append((place.b_off, place.n_out * place.stride * size))
+    end = 0
+    for start, length in sorted(filled):
+        buffer[end:start] = 0
+        end = start + length
+    buffer[end:] = 0
 
 
 def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.generic]]:

@@ -33,18 +33,30 @@ MAX_ROWS_LIMIT = 65536
 class LoraPool:
     """``max_loras`` slots of ``layout.slot_bytes`` bytes and their tables.
 
+    A pool that adopts serves from the image itself, which lies in the same memory and has a slot's
+    layout: a commit then writes the tables and copies no weights. It keeps the image until the
+    slot's next commit or retire. Images that are lent are copied all the same.
+
     Args:
         device: where the memory lives; the pool frees what it took in `close`.
         layout: of every slot.
         max_loras: slots, 1..4096.
         max_rows: rows of the row->slot buffer, 1..65536.
+        adopt: serve from images; for devices whose memory the CPU addresses, and kernels that find
+            weights through the tables alone.
 
     Raises:
         DeviceError: bad-argument; pool-too-large, unless twice the pool fits in the free memory.
     """
 
     def __init__(
-        self, device: Device, layout: SlotLayout, max_loras: int, *, max_rows: int = 1024
+        self,
+        device: Device,
+        layout: SlotLayout,
+        max_loras: int,
+        *,
+        max_rows: int = 1024,
+        adopt: bool = False,
     ) -> None:
         for name, value, high in (
             ("max_loras", max_loras, MAX_LORAS_LIMIT),
@@ -64,6 +76,9 @@ class LoraPool:
             max_loras,
             max_rows,
         )
+        self._adopt = adopt and device.host_addressable
+        # Images that a slot serves from; more than one only after a commit that failed half way.
+        self._held: list[list[SlotImage]] = [[] for _ in range(max_loras)]
         self.nbytes = max_loras * layout.slot_bytes
         free, _ = device.memory_info()
         if 2 * self.nbytes > free:
@@ -110,7 +125,8 @@ class LoraPool:
             self.row_slots_address = self._alloc(4 * max_rows, "lora row slots")
             stream = device.create_stream(label="lora pool start")
             try:
-                device.memset(self.address, 0, self.nbytes, stream)
+                if not self._adopt:  # else no page of it is touched before it is needed
+                    device.memset(self.address, 0, self.nbytes, stream)
                 self._write_tables(stream)
                 self._copy(self.row_slots_address, self._rows, stream)
                 device.synchronize(stream)
@@ -174,19 +190,21 @@ class LoraPool:
         return self._tables + self._affine_off + 8 * pair * self.max_loras
 
     def slot_address(self, slot: int) -> int:
-        """Address of the first byte of ``slot``. Raises DeviceError bad-slot."""
+        """Address of the first byte of ``slot``: until its next command where the pool adopts.
+        Raises DeviceError bad-slot."""
         self._check(slot)
-        return self.address + slot * self.layout.slot_bytes
+        held = self._held[slot]
+        return held[-1].address if held else self.address + slot * self.layout.slot_bytes
 
     # Commands, in stream order
 
     def commit(self, slot: int, image: SlotImage, stream: Stream) -> None:
-        """Copy ``image`` into ``slot`` and rewrite the slot's column of every table.
+        """Copy or adopt ``image`` and rewrite the slot's column of every table.
 
         Nothing changes if this raises before the copy: DeviceError bad-slot, layout-mismatch
         (packed for another layout), pool-closed, or what the device raises.
         """
-        base = self.slot_address(slot)
+        self._check(slot)
         if image.fingerprint != self.layout.fingerprint() or image.nbytes != self.layout.slot_bytes:
             raise DeviceError(
                 "the image was packed for another layout",
@@ -195,7 +213,10 @@ class LoraPool:
                 expected=self.layout.fingerprint(),
                 found=image.fingerprint,
             )
-        self.device.copy_h2d(base, image.address, image.nbytes, stream)
+        kept = [image] if self._adopt and not image.lent else []
+        base = image.address if kept else self.address + slot * self.layout.slot_bytes
+        if not kept:
+            self.device.copy_h2d(base, image.address, image.nbytes, stream)
         present = np.array(image.present, bool)
         self._a[:, slot] = np.where(present, self._a_offsets + np.uint64(base), np.uint64(0))
         self._b[:, slot] = np.where(present, self._b_offsets + np.uint64(base), np.uint64(0))
@@ -206,7 +227,18 @@ class LoraPool:
             self._affine[:, slot] = cells
         self._embed_counts[slot] = image.embed_rows
         self._head_counts[slot] = image.head_rows
+        self._hold(slot, kept, stream)
+
+    def _hold(self, slot: int, kept: list[SlotImage], stream: Stream) -> None:
+        """Write the tables; let go of the slot's old images when nothing can read them any more."""
+        old = self._held[slot]
+        self._held[slot] = old + kept
         self._write_tables(stream)
+        if old:
+            self.device.synchronize(stream)
+        if old or kept:
+            self._held[slot] = kept
+            self._views = {key: view for key, view in self._views.items() if key[0] != slot}
 
     def retire(self, slot: int, stream: Stream) -> None:
         """Set every table cell of ``slot`` to 0: rows that name it get no delta. Idempotent."""
@@ -214,7 +246,7 @@ class LoraPool:
         for table in (self._a, self._b, self._scale, self._affine):
             table[:, slot] = 0
         self._embed_counts[slot] = self._head_counts[slot] = 0
-        self._write_tables(stream)
+        self._hold(slot, [], stream)
 
     def set_row_slots(self, slots: Sequence[int], stream: Stream) -> None:
         """Write the row->slot buffer: ``slots`` in row order, then -1 to the end.
@@ -258,7 +290,7 @@ class LoraPool:
         """A ``[R, in]`` and B ``[out, R]`` of one pair, as tensors over the pool's own memory.
 
         Dtype bfloat16 or float32 after `Elem`. The tensors do not keep the pool alive: drop them
-        before `close`. They are made once per (slot, pair), the addresses being fixed.
+        before `close`. They are made once per (slot, pair), and again after an adopted image.
 
         Raises:
             DeviceError: bad-slot, pool-closed; not-host-addressable on a device whose memory the
@@ -334,6 +366,7 @@ class LoraPool:
         another call asks again.
         """
         self._views.clear()
+        self._held = [[] for _ in self._held]
         with ExitStack() as stack:
             for address in reversed(self._allocations):
                 stack.callback(self._free, address)

@@ -20,12 +20,13 @@ import numpy.typing as npt
 from ...errors import StagingError
 from .affine import pack_affine
 from .audit import Audited, audit
+from .buffers import blank
 from .config import PeftConfig, parse_config
 from .image import SlotImage
 from .layout import SlotLayout
 from .mlx import to_peft_tensors
 from .overlay import BaseRows, pack_overlay
-from .pack import fresh_buffer, pack_pairs, reuse_buffer
+from .pack import pack_pairs, reuse_buffer
 from .report import LoadReport
 from .safefile import FileLimits, Tensor, parse_shards
 from .source import AdapterSource
@@ -95,7 +96,7 @@ def stage(
             or lm_head, for DoRA and for trained biases.
         clock: seconds, for the report.
         cancelled: asked before each phase; True ends staging.
-        buffer: ``layout.slot_bytes`` writable bytes to pack into (zeroed first); default fresh.
+        buffer: ``layout.slot_bytes`` writable bytes to pack into, whatever is in it; default fresh.
         held: asked by a source that is `SelfStaging` once it knows the digest: what this gives is
             returned as it is.
 
@@ -127,14 +128,14 @@ def stage(
             tensors = to_peft_tensors(tensors)
         audited = audit(config, tensors, layout, base_rows)
         phase_done()
-        packed = fresh_buffer(layout) if buffer is None else reuse_buffer(layout, buffer)
+        packed = blank(layout.slot_bytes) if buffer is None else reuse_buffer(layout, buffer)
         pack_pairs(audited.pairs, layout, packed)
         affine = pack_affine(audited.vectors, layout, packed)
         pack_overlay(audited.overlay, layout, packed)
         phase_done()
         digest = digesting.result()
     phase_done()
-    image = _image(audited, layout, packed, digest, affine)
+    image = _image(audited, layout, packed, digest, affine, lent=buffer is not None)
     names = ("read", "audit", "pack", "digest")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
     report = _report(config, tensors, audited, layout, raw.nbytes, seconds)
@@ -147,6 +148,8 @@ def _image(
     packed: npt.NDArray[np.uint8],
     digest: str,
     affine: tuple[bool, ...],
+    *,
+    lent: bool,
 ) -> SlotImage:
     n_pairs = len(layout.pairs)
     scales, ranks = np.zeros(n_pairs, np.float32), [0] * n_pairs
@@ -163,6 +166,7 @@ def _image(
         embed_rows=audited.overlay.embed_count,
         head_rows=audited.overlay.head_count,
         affine=affine,
+        lent=lent,
     )
 
 

@@ -87,6 +87,7 @@ class Adapters:
     Args:
         max_loras: slots, 1 or more.
         max_rows: most tokens of a step (each token has a cell in the row->slot buffer).
+        adopt: see `LoraPool`.
         stream: the compute stream; commands are ordered on it.
 
     Raises:
@@ -102,8 +103,10 @@ class Adapters:
         *,
         max_rows: int,
         stream: Stream,
+        adopt: bool = False,
     ) -> None:
-        self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows)
+        self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows, adopt=adopt)
+        self._adopt = adopt
         self._device, self._kernels, self._stream = device, kernels, stream
         members = [(modules, 0) for modules in GROUPS]
         if layout.dims.expert_adapters:
@@ -173,7 +176,7 @@ class Adapters:
         return kernels.affine_group(tuple(slices), max_loras=self.pool.max_loras)
 
     def commit(self, slot: int, image: SlotImage) -> None:
-        """Fill ``slot``; the copy has landed when this returns. Raises as `LoraPool.commit`.
+        """Fill ``slot``; the image has landed when this returns. Raises as `LoraPool.commit`.
 
         After a failure the slot counts as empty, so that no row can run on half an image.
         """
@@ -268,6 +271,7 @@ class Adapters:
             max_loras,
             max_rows=self.pool.max_rows,
             stream=self._stream,
+            adopt=self._adopt,
         )
         try:
             self._device.synchronize(self._stream)  # the old ones may go now

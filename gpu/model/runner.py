@@ -107,6 +107,7 @@ class Runner:
                     max_loras,
                     max_rows=max_step_tokens,
                     stream=self._stream,
+                    adopt=True,
                 )
             if config.recurrent:
                 snapshots = snapshots_within(device, config, dtype, snapshots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -277,7 +277,7 @@ class SimStager:
         self.images: dict[int, SimStaged] = {}
         self._flags: dict[int, anyio.Event] = {}
         self._abandoned: dict[int, anyio.Event] = {}
-        self._known: dict[SimSource, int] = {}
+        self._known: dict[Hashable, int] = {}
 
     async def run(self, stage: int, source: SimSource) -> StageOutcome:
         flag = self._flags[stage] = anyio.Event()
@@ -294,12 +294,12 @@ class SimStager:
         signature = None if source.path is None else ((source.path, source.nbytes, 0, 0),)
         cached = self._known.get(source, -1)
         if cached in self.images:
-            return StageOutcome(self.images[cached], cached, signature)
+            return StageOutcome(self.images[cached], cached, signature, source)
         layout = self._layout()
         if source.rank > layout:
             raise RejectError("rank", code="rank-exceeds-pool", expected=layout, found=source.rank)
         image = SimImage(source.content, source.nbytes, (source.rank,), layout)
-        return StageOutcome(SimStaged(image, None, source.content), -1, signature)
+        return StageOutcome(SimStaged(image, None, source.content), -1, signature, source)
 
     def cancel(self, stage: int) -> None:
         flag = self._flags.get(stage)
@@ -315,9 +315,9 @@ class SimStager:
         for gone in self._abandoned.values():
             gone.set()
 
-    def keep(self, image: int, outcome: StageOutcome, source: SimSource) -> None:
+    def keep(self, image: int, outcome: StageOutcome) -> None:
         self.images[image] = outcome.staged
-        self._known[source] = image
+        self._known[outcome.place] = image
 
     def drop(self, image: int) -> None:
         del self.images[image]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rota.gpu.lora.source import DirectorySource
 from rota.rdma.store import Store
-from rota.sched.staging import directory_signature
+from rota.sched.staging import directory_signature, source_key
 
 HOUR = 3600 * 10**9
 PARTS = (
@@ -58,3 +60,16 @@ def test_young_files_prove_nothing(tmp_path: Path) -> None:
     changed = (tmp_path / "part-1.safetensors").stat().st_ctime_ns
     assert directory_signature(tmp_path, changed + 10**9) is None
     assert directory_signature(tmp_path, changed + HOUR) is not None
+
+
+def test_naming_a_place_asks_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's thread names places; a network disk that is gone must not stop it."""
+
+    def dead(*args: Any, **more: Any) -> Any:
+        raise AssertionError("the disk was asked")
+
+    for name in ("stat", "lstat", "readlink", "open", "scandir"):
+        monkeypatch.setattr(os, name, dead)
+    key = source_key(DirectorySource(Path("/net/adapters/a")))
+    assert key == source_key(DirectorySource(Path("/net/x/../adapters/./a")))
+    assert key != source_key(DirectorySource(Path("/net/adapters/b")))

@@ -44,9 +44,10 @@ class Keeper:
         self._seen: list[torch.Tensor] = []
         self.runner.logits_sink = lambda seqs, logits: self._seen.append(logits.clone())
 
-    def stage(self, name: str) -> StagedAdapter:
+    def stage(self, name: str, buffer: bytearray | None = None) -> StagedAdapter:
         source = DirectorySource(self.folder / name)
-        return stage(source, self.runner.layout, base_rows=self.runner.base_rows)
+        base_rows = self.runner.base_rows
+        return stage(source, self.runner.layout, base_rows=base_rows, buffer=buffer)
 
     def answer(self, name: str, tag: str = "") -> torch.Tensor:
         """PEFT's logits of the last positions, in the runner's dtype or of the other model ("f32",

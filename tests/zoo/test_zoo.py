@@ -110,7 +110,14 @@ def test_alone_it_answers_as_peft_does(
     one.runner.commit(3, staged.image)
     expected = one.answer(oracle_of(family, name))
     assert float((expected - one.answer("base")).abs().max()) > 0.1
-    check(one, one.logits([3])[0], oracle_of(family, name), dtype)
+    found = one.logits([3])[0]
+    check(one, found, oracle_of(family, name), dtype)
+    one.runner.retire(3)
+    # A buffer that held something else, which the pool copies: the same image, the same answer.
+    lent = one.stage(name, bytearray(b"\xa5" * staged.image.nbytes)).image
+    assert lent.lent and lent.buffer.tobytes() == staged.image.buffer.tobytes()
+    one.runner.commit(3, lent)
+    assert torch.equal(one.logits([3])[0], found)
     one.runner.retire(3)
 
 
