@@ -51,6 +51,7 @@ Hold = Callable[[AdapterSource], int]
 class Engine:
     """Serves one base model with many LoRA adapters; see :class:`EngineConfig` for every option.
 
+    ``on_load`` is told of each of ``adapters`` when it is loaded (to show progress).
     Use as an async context manager, on asyncio or trio. All methods are called from the event loop
     that entered it. Raises ModelError, DeviceError or RejectError on entry when the model, the
     device or a start-up adapter cannot be served; then nothing stays allocated.
@@ -60,11 +61,14 @@ class Engine:
         self,
         model_dir: str | os.PathLike[str],
         adapters: Mapping[str, Source] | None = None,
+        *,
+        on_load: Callable[[str, AdapterReply], None] | None = None,
         **options: Any,
     ) -> None:
         self.config = _config(options)
         self._model_dir = Path(model_dir)
         self._adapters = dict(adapters or {})
+        self._on_load = on_load
         self._parts: Parts | None = None
         self._entered_by: int | None = None
         self._rng = random.Random(self.config.seed)
@@ -126,7 +130,9 @@ class Engine:
 
         async def one(name: str, source: Source, scope: anyio.CancelScope) -> None:
             try:
-                await self.load(name, source, pin=self.config.pin_adapters)
+                reply = await self.load(name, source, pin=self.config.pin_adapters)
+                if self._on_load is not None:
+                    self._on_load(name, reply)
             except RotaError as error:
                 failed.append(error)
                 scope.cancel()

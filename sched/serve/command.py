@@ -19,9 +19,17 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import uvicorn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from ...errors import CommandError, EngineClosedError
-from ..face import Source
+from ..face import AdapterReply, Source
 from ..ipc.client import connect
 from ..ipc.server import IpcServer
 from ..web.app import create_app
@@ -37,9 +45,12 @@ _log = logging.getLogger("rota.sched.serve")
 _GRACE_S = 10
 
 
-def open_engine(options: Options, adapters: Mapping[str, Source]) -> Any:
-    """The engine to serve, not entered yet: our own with start-up ``adapters``, or a client of a
-    process."""
+OnLoad = Callable[[str, AdapterReply], None]
+
+
+def open_engine(options: Options, adapters: Mapping[str, Source], on_load: OnLoad) -> Any:
+    """The engine to serve, not entered yet: our own with start-up ``adapters``, each told to
+    ``on_load`` when it is loaded, or a client of a process."""
     config = options.serve
     if config.connect is not None:
         return connect(config.connect, token=config.ipc_token)
@@ -50,14 +61,39 @@ def open_engine(options: Options, adapters: Mapping[str, Source]) -> Any:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     assert config.model is not None
-    return Engine(config.model, adapters, **options.engine)
+    return Engine(config.model, adapters, on_load=on_load, **options.engine)
+
+
+@contextlib.contextmanager
+def progress(what: str, adapters: int, console: Console) -> Iterator[OnLoad]:
+    """Shows that ``what`` is being opened, how long it takes and how many of its adapters are
+    loaded: a bar on a terminal, a line for each adapter anywhere."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("opening {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("adapters"),
+        TimeElapsedColumn(),
+    )
+    shown = columns if adapters else (*columns[:2], columns[-1])
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=adapters or None)
+
+        def loaded(name: str, reply: AdapterReply) -> None:
+            console.print(
+                f"loaded {name} into slot {reply.slot} in {reply.seconds:.2f} s", markup=False
+            )
+            bar.advance(task)
+
+        yield loaded
 
 
 async def serve(
     options: Options,
     console: Console,
     *,
-    engine: Callable[[Options, Mapping[str, Source]], Any] = open_engine,
+    engine: Callable[[Options, Mapping[str, Source], OnLoad], Any] = open_engine,
     task_status: anyio.abc.TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Everything, until a signal or cancellation. Started with the base URL, if HTTP is served."""
@@ -65,8 +101,9 @@ async def serve(
     sources = Sources(config.peer_secret_file, config.peer_arena_bytes)
     async with AsyncExitStack() as stack:
         stack.callback(sources.close)
-        with console.status(f"opening {config.model or config.connect}"):
-            live = await stack.enter_async_context(engine(options, sources.all(config.adapters)))
+        adapters = sources.all(config.adapters)
+        with progress(str(config.model or config.connect), len(adapters), console) as on_load:
+            live = await stack.enter_async_context(engine(options, adapters, on_load))
         for name, source in sources.all(config.stageable).items():
             await live.register(name, source)
         async with anyio.create_task_group() as tasks:
@@ -118,7 +155,7 @@ async def _http(
             limit_concurrency=config.max_connections,
         )
     )
-    sock = _listen(config)
+    sock = listen(config)
     scheme = "http" if config.tls_cert is None else "https"
     url = f"{scheme}://{config.host}:{sock.getsockname()[1]}"
     tasks.start_soon(_until_signal, server)
@@ -150,11 +187,14 @@ def _check_tls(config: ServeConfig) -> None:
         ) from error
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
+    """The socket to serve on. Raises EngineClosedError ``cannot-listen``."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.share_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((config.host, config.port))
     except OSError as error:
         sock.close()

@@ -29,8 +29,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     an engine process. ``adapters``: name to directory or ``peer://host:port/id``, loaded at start;
     ``stageable``: known names that load on the first request. ``peer_secret_file``: what weight
     peers are shown; ``peer_arena_bytes``: registered memory for RDMA reads from them. ``tls_cert``,
-    ``tls_key``: PEM files, both or neither. ``traces``: an OTLP/HTTP endpoint. ``ipc``: address for
-    frontends, with ``ipc_token`` on TCP."""
+    ``tls_key``: PEM files, both or neither. ``traces``: an OTLP/HTTP endpoint. ``share_port``:
+    other processes that say so too may listen on the same port, and the kernel shares out the
+    connections. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
 
     model: str | None = None
     connect: str | None = None
@@ -44,6 +45,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ipc: str | None = None
     ipc_token: str | None = None
     threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    share_port: bool = False
     keep_alive_s: Annotated[int, msgspec.Meta(ge=1)] = 75
     header_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 30.0
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 64 << 10
@@ -72,6 +74,7 @@ HELP: dict[str, str] = {
     "http": "whether to serve HTTP at all (true or false)",
     "host": "address to listen on",
     "port": "port to listen on; 0 picks a free one",
+    "share_port": "whether several frontends may listen on this port (true or false)",
     "ipc": "also serve frontends here: unix:PATH, or HOST:PORT with --ipc-token",
     "ipc_token": "secret of frontends; better in the file than on the command line",
     "threads": "CPU threads of the base model",

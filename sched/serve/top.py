@@ -93,12 +93,13 @@ def draw(stats: Stats, before: Stats, seconds: float, title: str) -> RenderableT
     head = Text(f"{title}  ", style="bold")
     head.append(
         f"tokens {rate('tokens')}  steps {rate('steps')}  commits {rate('commits')}  "
-        f"waiting {stats.waiting}  prefilling {stats.prefilling}  decoding {stats.decoding}  "
+        f"waiting {stats.waiting}  slots waited for {stats.slot_wait_s:.1f} s  "
+        f"prefilling {stats.prefilling}  decoding {stats.decoding}  "
         f"KV {used}/{stats.blocks_total} cached {stats.blocks_cached}  "
         f"default {stats.default_adapter or 'base'}",
         style="not bold",
     )
-    slots = Table("slot", "state", "adapter", "gen", "leases", "pinned", title="slots")
+    slots = Table("slot", "state", "adapter", "gen", "leases", "pinned", "coming", title="slots")
     for slot in stats.slots[:_ROWS]:
         slots.add_row(
             str(slot.index),
@@ -107,11 +108,14 @@ def draw(stats: Stats, before: Stats, seconds: float, title: str) -> RenderableT
             str(slot.generation or ""),
             "■" * min(slot.leases, 16) + (f" {slot.leases}" if slot.leases else ""),
             "pinned" if slot.pinned else "",
+            slot.coming or "",
         )
-    adapters = Table("adapter", "level", "gen", "jobs", title="adapters")
+    adapters = Table("adapter", "level", "gen", "under way", title="adapters")
     for adapter in stats.adapters[:_ROWS]:
-        jobs = str(adapter.jobs or "")
-        adapters.add_row(adapter.name, adapter.level, str(adapter.generation), jobs)
+        doing = f"{adapter.job} {adapter.doing.lower()}" if adapter.jobs else ""
+        if adapter.jobs > 1:
+            doing += f" and {adapter.jobs - 1} more"
+        adapters.add_row(adapter.name, adapter.level, str(adapter.generation), doing)
     if len(stats.adapters) > _ROWS:
         adapters.caption = f"and {len(stats.adapters) - _ROWS} more"
     return Group(head, slots, adapters)

@@ -178,6 +178,18 @@ async def test_a_bad_startup_adapter_stops_the_start_by_name(llama: Any, tmp_pat
             raise AssertionError("must not start")
 
 
+async def test_each_startup_adapter_is_told_when_it_is_loaded(llama: Any) -> None:
+    told: list[tuple[str, int]] = []
+    sources = {"a": llama.adapter("attn_mlp_r8"), "b": llama.adapter("rslora_r16_bf16")}
+    options = {**SMALL, "max_lora_rank": 16}
+    async with rota.Engine(
+        llama.model, sources, on_load=lambda name, reply: told.append((name, reply.slot)), **options
+    ) as engine:
+        assert sorted(told) == sorted((s.name, s.index) for s in engine.stats().slots if s.name)
+        await engine.load("c", sources["a"])
+        assert len(told) == 2, "later loads have callers of their own"
+
+
 async def test_bytes_and_directory_give_the_same_version(llama: Any) -> None:
     path = llama.adapter("attn_mlp_r8")
     raw = (

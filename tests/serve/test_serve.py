@@ -16,16 +16,20 @@ from typing import Any
 
 import anyio
 import httpx2
+import msgspec
 import pytest
 import trustme
 from rich.console import Console
 
-from rota.errors import CommandError
+from rota.errors import CommandError, EngineClosedError
 from rota.sched.config import EngineConfig
+from rota.sched.core import Core, CoreConfig
+from rota.sched.core.snapshot import AdapterStats, SlotStats
+from rota.sched.face import AdapterReply
 from rota.sched.serve import add_serve_parser, add_top_parser, run_serve
-from rota.sched.serve.command import serve
+from rota.sched.serve.command import OnLoad, progress, serve
 from rota.sched.serve.options import HELP, Options, ServeConfig, read_options
-from rota.sched.serve.top import watch
+from rota.sched.serve.top import draw, watch
 from rota.sched.sim.engine import SimEngine
 from rota.sched.web.settings import HttpSettings
 
@@ -126,7 +130,7 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def simulated(_: Options, adapters: Mapping[str, Any]) -> Any:
+def simulated(_: Options, adapters: Mapping[str, Any], on_load: OnLoad) -> Any:
     return SimEngine()
 
 
@@ -156,6 +160,74 @@ async def test_an_engine_process_a_frontend_and_top(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_several_frontends_of_one_engine_share_a_port(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path / 'rota.sock'}"
+    async with anyio.create_task_group() as tasks:
+        engine = options("m", "--http", "false", "--ipc", where)
+        await tasks.start(partial(serve, engine, quiet(), engine=simulated))
+        shared = ("--connect", where, "--share-port", "true")
+        url = await tasks.start(
+            serve, options(*shared, "--port", "0", "--model-name", "x"), quiet()
+        )
+        port = url.rpartition(":")[2]
+        same = options(*shared, "--port", port, "--model-name", "y")
+        assert await tasks.start(serve, same, quiet()) == url
+        seen: set[str] = set()
+        with anyio.fail_after(30):
+            while seen != {"x", "y"}:  # the kernel deals out connections
+                async with httpx2.AsyncClient() as http:
+                    seen.add((await http.get(f"{url}/v1/models")).json()["data"][0]["id"])
+                    body = {"prompt": "abc", "max_tokens": 5}
+                    answer = (await http.post(f"{url}/v1/completions", json=body)).json()
+                    assert len(answer["choices"][0]["text"]) == 5
+        with pytest.raises(ExceptionGroup) as caught:
+            await serve(options("--connect", where, "--port", port), quiet())
+        [refusal] = caught.value.exceptions
+        assert isinstance(refusal, EngineClosedError) and refusal.code == "cannot-listen"
+        tasks.cancel_scope.cancel()
+
+
+def test_top_shows_leases_waits_and_what_is_coming() -> None:
+    slots = (
+        SlotStats(0, "DRAINING", "sql", 2, 7, 3, False, coming="legal"),
+        SlotStats(1, "READY", "tax", 1, 8, 0, True),
+    )
+    adapters = (
+        AdapterStats("sql", 2, "device", 0, 0),
+        AdapterStats("legal", 0, "cold", -1, 2, doing="PLACING", job="load"),
+    )
+    empty = Core(CoreConfig(max_loras=2, num_blocks=16, max_context=64)).stats()
+    before = msgspec.structs.replace(empty, tokens=100)
+    stats = msgspec.structs.replace(
+        empty, slots=slots, adapters=adapters, tokens=150, waiting=4, slot_wait_s=1.25
+    )
+    out = Console(file=io.StringIO(), width=160)
+    out.print(draw(stats, before, 2.0, "here"))
+    shown = " ".join(out.file.getvalue().replace("│", " ").split())
+    for part in (
+        "tokens 25.0/s",
+        "waiting 4",
+        "slots waited for 1.2 s",
+        "0 DRAINING sql 2 ■■■ 3 legal",
+        "1 READY tax 1 pinned",
+        "legal cold 0 load placing and 1 more",
+    ):
+        assert part in shown, part
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_loads_are_told_and_on_a_terminal_there_is_a_bar(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=terminal, color_system=None)
+    with progress("tiny", 2, console) as loaded:
+        for slot, name in enumerate(("sql", "[red]")):
+            loaded(name, AdapterReply("done", name, slot, 1, 7, None, None, 0.251))
+    shown = out.getvalue()
+    assert "loaded sql into slot 0 in 0.25 s" in shown and "loaded [red] into slot 1" in shown
+    assert ("2/2" in shown) == terminal == ("opening tiny" in shown)
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: "])
 async def test_headers_that_never_come_close_the_connection(tmp_path: Path, sent: bytes) -> None:
     config = options("m", "--port", "0", "--header-timeout-s", "0.1")
@@ -180,7 +252,7 @@ async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
     config = options("m", "--port", "0", "--ipc", str(tmp_path / "rota.sock"))
     kept: list[SimEngine] = []
 
-    def remembered(given: Options, adapters: Mapping[str, Any]) -> SimEngine:
+    def remembered(given: Options, adapters: Mapping[str, Any], on_load: OnLoad) -> SimEngine:
         kept.append(SimEngine())
         return kept[0]
 

@@ -8,12 +8,15 @@ import os
 from typing import Any
 
 import anyio
+import msgspec
 import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+import rota
 from rota.sched.sim.engine import sim_content, sim_text
+from rota.sched.web.schemas import ChatRequest, CompletionRequest, sampling_of
 
 pytestmark = pytest.mark.anyio
 A = b"tensors of a"
@@ -181,6 +184,36 @@ async def test_chat_refusals(serving: Any, more: Any, code: str) -> None:
     async with serving() as face:
         got = await face.post("/v1/chat/completions", {"messages": HI} | more)
         assert (got.status_code, got.json()["error"]["code"]) == (400, code)
+
+
+def test_every_sampling_field_reaches_the_sampler() -> None:
+    body: dict[str, Any] = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [4, 5],
+        "stop": ["a", "b"],
+        "seed": -1,
+    }
+    want = rota.SamplingParams(
+        **body | {"stop": ("a", "b"), "stop_token_ids": (4, 5), "seed": 2**64 - 1}, n=3, logprobs=2
+    )
+    chat = body | {"messages": HI, "logprobs": True, "top_logprobs": 2}
+    assert sampling_of(msgspec.convert(chat, ChatRequest), 3, 100) == want
+    plain = body | {"prompt": "x", "logprobs": 2}
+    assert sampling_of(msgspec.convert(plain, CompletionRequest), 3, 100) == want
+    newer = chat | {"max_completion_tokens": 5}
+    assert sampling_of(msgspec.convert(newer, ChatRequest), 3, 100).max_tokens == 5
+    room = msgspec.convert({"messages": HI}, ChatRequest)
+    assert sampling_of(room, 1, 100).max_tokens == 100, "a chat may use all the room"
+    assert sampling_of(room, 1, 100).temperature == 1.0
 
 
 async def test_neutral_fields_change_nothing(serving: Any) -> None:
