@@ -30,6 +30,7 @@ from rich.progress import (
 
 from ...errors import CommandError, EngineClosedError
 from ..face import AdapterReply, Source
+from ..ipc.address import TcpAddress, parse_address
 from ..ipc.client import connect
 from ..ipc.server import IpcServer
 from ..web.app import create_app
@@ -108,8 +109,12 @@ async def serve(
             await live.register(name, source)
         async with anyio.create_task_group() as tasks:
             if config.ipc is not None:
-                ipc = IpcServer(live, token=config.ipc_token)
-                where = await tasks.start(ipc.serve, config.ipc)
+                address = parse_address(config.ipc)
+                # Who opens the Unix socket is this user, who may read what this process may.
+                tcp = isinstance(address, TcpAddress)
+                roots = options.http.directories if tcp else None
+                ipc = IpcServer(live, token=config.ipc_token, roots=roots)
+                where = await tasks.start(ipc.serve, address)
                 console.print(f"frontends at {where}")
             await _http(options, live, console, tasks, task_status)
             tasks.cancel_scope.cancel()

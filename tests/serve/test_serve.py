@@ -26,6 +26,7 @@ from rota.sched.config import EngineConfig
 from rota.sched.core import Core, CoreConfig
 from rota.sched.core.snapshot import AdapterStats, SlotStats
 from rota.sched.face import AdapterReply
+from rota.sched.ipc.client import connect
 from rota.sched.serve import add_serve_parser, add_top_parser, run_serve
 from rota.sched.serve.command import OnLoad, progress, serve
 from rota.sched.serve.options import HELP, Options, ServeConfig, read_options
@@ -156,6 +157,27 @@ async def test_an_engine_process_a_frontend_and_top(tmp_path: Path) -> None:
         await watch(where, None, 0.1, True, console)
         shown = console.file.getvalue()
         assert "EMPTY" in shown and "KV 0/4096" in shown
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_over_tcp_frontends_name_directories_of_the_allow_list_only(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_text("tensors")
+    out = quiet()
+    flags = ("--http", "false", "--ipc", "127.0.0.1:0", "--ipc-token", "between friends")
+    async with anyio.create_task_group() as tasks:
+        engine = options("m", *flags, "--directory", str(inside))
+        await tasks.start(partial(serve, engine, out, engine=simulated))
+        where = out.file.getvalue().split()[-1]
+        async with connect(where, token="between friends") as client:
+            assert (await client.load("a", inside)).outcome == "done"
+            with pytest.raises(CommandError) as caught:
+                await client.load("b", outside)
+            assert caught.value.code == "path-not-allowed"
         tasks.cancel_scope.cancel()
 
 
