@@ -7,15 +7,20 @@
 2. Decode of MODEL (a llama, Qwen2 or Qwen3 checkpoint): milliseconds a step of base rows and of
    rows with an adapter each, from graphs, per batch size, and how much slower mixed is.
 3. Swaps between steps: how long `commit` keeps the next step waiting, median and worst.
+4. The kernels' checks again under compute-sanitizer (memcheck, racecheck, synccheck), where it is
+   installed and time is left.
 
 The first steps are compared with the host's runner (relative error of the logits); a step that
-differs ends the run. Writes bench/results/gpu-all.json beside kernels-gpu.json.
+differs ends the run; what a sanitizer finds fails it. Speed below the targets (mixed decode within
+8 % of base, 80 % of copy bandwidth where a cell is bound by it) is said, and is no failure. Writes
+bench/results/gpu-all.json beside kernels-gpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +45,11 @@ from rota.gpu.model.torch_runner import TorchRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK, SLOTS, PROMPT, STEPS = 16, 8, 64, 60
+WHOLE_S = 460.0
+"""The run ends by then: what is left of the sanitizers is not done, and said to be so."""
+TOOLS = ("memcheck", "racecheck", "synccheck")
+MIXED_TARGET = 1.08
+"""Mixed decode over base decode, at most."""
 LARGEST_ERROR = 0.05
 """Of bf16 logits against the host's, relative to the largest."""
 
@@ -178,6 +188,29 @@ def swap_pauses(runner: Any, batch: int, count: int) -> dict[str, Any]:
     }
 
 
+def sanitized(left_s: float) -> dict[str, str]:
+    """What each tool of compute-sanitizer says of the kernels' checks: clean, absent, no time left,
+    or the end of its output."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return dict.fromkeys(TOOLS, "absent")
+    said, end = {}, time.monotonic() + left_s
+    script = [sys.executable, str(ROOT / "bench/kernels_gpu.py"), "--check"]
+    for name in TOOLS:
+        left = end - time.monotonic()
+        command = [tool, "--tool", name, "--error-exitcode", "9", *script]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=max(left, 0.1), check=False
+            )
+        except subprocess.TimeoutExpired:
+            said[name] = "no time left"
+            continue
+        text = (done.stdout + done.stderr)[-2000:]
+        said[name] = "clean" if done.returncode == 0 else f"status {done.returncode}: {text}"
+    return said
+
+
 def main() -> int:
     """Run; the exit status is 1 when something is wrong or there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -225,8 +258,12 @@ def main() -> int:
         print(swaps)
         captured, model = runner.captured, runner.info
         runner.close()
+    worst = max(row["mixed_over_base"] for row in decode)
     if small:
         return 0
+    print(f"mixed over base, at worst: {worst} (target {MIXED_TARGET})")
+    tools = sanitized(WHOLE_S - (time.monotonic() - started))
+    print(f"compute-sanitizer: {tools}")
     device = CudaDevice()
     record = {
         "what": "decode and swaps of one model on a GPU",
@@ -241,13 +278,16 @@ def main() -> int:
         "logits_error_against_host": error,
         "graphs": captured,
         "decode": decode,
+        "mixed_over_base_worst": worst,
+        "mixed_over_base_target": MIXED_TARGET,
+        "compute_sanitizer": tools,
         "swap": swaps,
         "seconds": round(time.monotonic() - started, 1),
     }
     device.close()
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {options.out}")
-    return 0
+    return 1 if any(text.startswith("status") for text in tools.values()) else 0
 
 
 if __name__ == "__main__":

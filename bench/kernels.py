@@ -1,8 +1,7 @@
 """Microseconds of every host kernel at the shapes of SmolLM2-135M, beside its torch reference.
 
-One thread. Prints a table and, with `--write`, leaves `results/kernels-cpu.json` with a description
-of the machine. LoRA weights of 30 layers are walked in turn, so that they come from where a real
-step would find them.
+One thread. Prints a table and, with `--write`, leaves `results/kernels-smol.json`. LoRA weights of
+30 layers are walked in turn, so that they come from where a real step would find them.
 
     python bench/kernels.py [--rows 1 8 16] [--context 128] [--write]
 """
@@ -190,7 +189,7 @@ def main() -> None:
             "machine": machine(),
             "figures": figures,
         }
-        (results / "kernels-cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        (results / "kernels-smol.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The LoRA kernels on a GPU: checked first, then timed over the grid of shapes, ranks and batches.
 
     python bench/kernels_gpu.py                  # compile, check, time, write results (< 8 minutes)
+    python bench/kernels_gpu.py --check          # the checks alone, as a sanitizer runs them
     python bench/kernels_gpu.py --test-driver    # the same code on a tiny grid without a GPU
 
 A cell is shrink + expand as a decode step runs them: under a graph, one pair of launches after the
@@ -19,11 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from grid import MIXES, SHAPES, Cell, cells, padded, slots_of, weight_bytes
 from machine import describe
 
 from rota.errors import DeviceError
@@ -33,85 +34,28 @@ from rota.gpu.kernels.bgmv import LoraSlice
 from rota.gpu.kernels.lora_device import DeviceLoraGroup, planes_bytes, splits_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
-    "1024 o": (1024, (1024,)),
-    "4096 o": (4096, (4096,)),
-    "4096 qkv": (4096, (4096, 1024, 1024)),
-    "4096 gate_up": (4096, (14336, 14336)),
-    "14336 down": (14336, (4096,)),
-    "8192 o": (8192, (8192,)),
-    "2048 o": (2048, (2048,)),
-    "11008 down": (11008, (4096,)),
-}
-RANKS = (16, 64, 8, 32, 24, 12)
-BATCHES = (1, 16, 64, 4, 128, 32)
-MIXES = ("distinct", "identical", "uniform", "skewed", "half-base")
-MAX_SLOTS = 128
 LAYERS = 8
 FLUSH_BYTES = 256 << 20
 SAMPLES = 15
 COPY_BYTES = 1 << 30
+MEMORY_BOUND_US = 10.0
+"""Cells whose bytes take at least this long at copy speed: two launches in a graph take 4-6 us."""
+TARGET_SHARE = 0.8
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One point of the grid."""
-
-    shape: str
-    rank: int
-    batch: int
-    mix: str
-
-
-def slots_of(mix: str, n: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The slot of each row."""
-    rng = np.random.default_rng(n)
-    if mix == "identical":
-        slots = np.zeros(n)
-    elif mix == "distinct":
-        slots = np.arange(n) % MAX_SLOTS
-    elif mix == "uniform":
-        slots = rng.integers(0, min(n, 32), n)
-    elif mix == "skewed":
-        slots = np.minimum(rng.zipf(1.5, n) - 1, MAX_SLOTS - 1)
-    else:
-        slots = np.where(np.arange(n) % 2 == 0, np.arange(n), -1) % MAX_SLOTS
-        slots[1::2] = -1
-    return slots.astype(np.int32)
-
-
-def padded(rank: int) -> int:
-    """Rank of the pool."""
-    return -(-rank // 8) * 8
-
-
-def cells(small: bool) -> Iterator[Cell]:
-    """The grid, the most telling cells first, so that a short budget still covers every axis."""
+def chosen(small: bool) -> Iterator[Cell]:
+    """The grid, or of the test driver a tiny one."""
     if small:
-        for mix in MIXES:
-            yield Cell("tiny", 12, 2, mix)
-        return
-    seen = set()
-    for depth in range(1, max(len(SHAPES), len(RANKS), len(BATCHES), len(MIXES)) + 1):
-        for shape in list(SHAPES)[:depth]:
-            for rank in RANKS[:depth]:
-                for batch in BATCHES[:depth]:
-                    for mix in MIXES[:depth]:
-                        cell = Cell(shape, rank, batch, mix)
-                        if cell not in seen:
-                            seen.add(cell)
-                            yield cell
+        yield from (Cell("tiny", 12, 2, mix) for mix in MIXES)
+    else:
+        yield from cells()
 
 
 def floor_bytes(cell: Cell, k_in: int, widths: tuple[int, ...]) -> int:
     """Bytes one layer must move: weights once a distinct slot, rows once each way."""
-    slots = slots_of(cell.mix, cell.batch)
-    used = len(np.unique(slots[slots >= 0]))
-    rows = int((slots >= 0).sum())
-    rank, total = padded(cell.rank), sum(widths)
-    weights = 2 * rank * (len(widths) * k_in + total)
-    planes = 2 * 4 * splits_of(k_in) * rank * len(widths)
-    return used * weights + rows * (2 * k_in + planes + 4 * total)
+    weights, rows = weight_bytes(cell, k_in, widths)
+    planes = 2 * 4 * splits_of(k_in) * padded(cell.rank) * len(widths)
+    return weights + rows * (2 * k_in + planes + 4 * sum(widths))
 
 
 class Bench:
@@ -300,41 +244,30 @@ def check(bench: Bench, k_in: int, width: int, rank: int, n: int) -> None:
         raise SystemExit(f"WRONG at rank {rank}, k {k_in}: {wrong} of {want.size} values differ")
 
 
-def torch_per_slot_us(cell: Cell, shapes: dict[str, tuple[int, tuple[int, ...]]]) -> float | None:
-    """The same cell as one torch GEMM pair a slot; ``None`` where torch has no CUDA."""
-    import torch
+def memory_bound(results: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+    """The cells that no launch latency hides: how many there are, and how many reach the target."""
+    bound = [r for r in results if r["bytes"] / bandwidth * 1e6 >= MEMORY_BOUND_US]
+    shares = [r["share_of_copy"] or 0.0 for r in bound]
+    return {
+        "from_us": MEMORY_BOUND_US,
+        "cells": len(bound),
+        "target_share": TARGET_SHARE,
+        "reached": sum(share >= TARGET_SHARE for share in shares),
+        "worst_share": min(shares, default=None),
+    }
 
-    if not torch.cuda.is_available():
-        return None
-    k_in, widths = shapes[cell.shape]
-    rank, slots = padded(cell.rank), slots_of(cell.mix, cell.batch)
-    on = {"device": "cuda", "dtype": torch.bfloat16}
-    x, out = torch.ones(cell.batch, k_in, **on), torch.zeros(cell.batch, sum(widths), **on)
-    groups = []
-    for slot in np.unique(slots[slots >= 0]):
-        index = torch.tensor(np.flatnonzero(slots == slot), device="cuda")
-        pairs = [(torch.ones(k_in, rank, **on), torch.ones(rank, w, **on)) for w in widths]
-        groups.append((index, pairs))
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def step() -> None:
-        for index, pairs in groups:
-            rows, column = x[index], 0
-            for a, b in pairs:
-                delta = (rows @ a) @ b
-                out[:, column : column + delta.shape[1]].index_add_(0, index, delta)
-                column += delta.shape[1]
+def compared(cell: Cell, k_in: int, widths: tuple[int, ...]) -> dict[str, Any]:
+    """Microseconds of what others do for this cell, or why there are none."""
+    import gpu_compare
 
-    times = []
-    for sample in range(8):
-        flush.fill_(sample)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times[2:])
+    found: dict[str, Any] = {}
+    for name in ("torch_per_slot", "triton"):
+        try:
+            found[f"{name}_us"] = getattr(gpu_compare, f"{name}_us")(cell, k_in, widths)
+        except Exception as error:  # a comparison that fails must not cost the grid
+            found[f"{name}_error"] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def main() -> int:
@@ -342,6 +275,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for the grid")
     parser.add_argument("--test-driver", action="store_true", help="no GPU: a tiny grid, no times")
+    parser.add_argument("--check", action="store_true", help="the checks alone (for a sanitizer)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/kernels-gpu.json")
     options = parser.parse_args()
     small = options.test_driver
@@ -359,12 +293,13 @@ def main() -> int:
         bench = Bench(device, small)
         shapes = {"tiny": (264, (24, 16))} if small else SHAPES
         for rank in (8, 24) if small else (8, 16, 24, 32, 64, 128):
-            for k_in in (72,) if small else (64, 576, 4096, 14336):
+            lengths = (72,) if small else (64, 576, 4104) if options.check else (64, 4096, 14336)
+            for k_in in lengths:
                 check(bench, k_in, 40 if small else 1000, rank, 5)
         print(f"checked on {device.model}; {time.monotonic() - started:.1f} s")
-        bandwidth = bench.copy_bandwidth()
+        bandwidth = 0.0 if options.check else bench.copy_bandwidth()
         results, skipped = [], 0
-        for cell in cells(small):
+        for cell in () if options.check else chosen(small):
             if time.monotonic() - started > options.budget_s:
                 skipped += 1
                 continue
@@ -378,10 +313,7 @@ def main() -> int:
                 "share_of_copy": round(moved / us * 1e6 / bandwidth, 3) if us else None,
             }
             if not small and cell.rank in (16, 64) and cell.mix in ("distinct", "identical"):
-                try:
-                    row["torch_per_slot_us"] = torch_per_slot_us(cell, shapes)
-                except Exception as error:  # a comparison that fails must not cost the grid
-                    row["torch_per_slot_error"] = f"{type(error).__name__}: {error}"
+                row |= compared(cell, k_in, widths)
             results.append(row)
             if small:
                 print(f"ran {cell}")
@@ -409,11 +341,14 @@ def main() -> int:
         "copy_bytes_per_s": round(bandwidth),
         "seconds": round(time.monotonic() - started, 1),
         "cells_skipped_for_time": skipped,
+        "memory_bound": memory_bound(results, bandwidth),
         "results": results,
     }
+    if not options.check:
+        print(f"memory-bound cells: {record['memory_bound']}")
     if skipped:
         print(f"{skipped} cells did not fit the {options.budget_s:.0f} s budget")
-    if not small:
+    if not small and not options.check:
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {options.out}")
     return 0
