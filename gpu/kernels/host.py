@@ -11,7 +11,19 @@ import logging
 import torch
 
 from ...errors import DeviceError
-from . import act, attention, attention_kernel, bf16, gate, gdn, gdn_kernel, norm, rope, route
+from . import (
+    act,
+    attention,
+    attention_kernel,
+    bf16,
+    gate,
+    gdn,
+    gdn_kernel,
+    hugepages,
+    norm,
+    rope,
+    route,
+)
 from .affine import AffineGroup, AffineSlice
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
@@ -50,10 +62,18 @@ class HostKernels:
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
         self._scratch = Scratch()
         self._packer = LinearPacker(dtype)
+        self._places: list[tuple[int, int]] = []
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """Pack a linear layer; see `LinearPacker.pack`."""
-        return self._packer.pack(weight, bias)
+        made = self._packer.pack(weight, bias)
+        self._places.append(made.place)
+        return made
+
+    def settle(self) -> None:
+        """All linears are packed: put their weights on huge pages (`hugepages`)."""
+        hugepages.settle(self._places)
+        self._places.clear()
 
     def rms_norm(
         self,

@@ -41,12 +41,22 @@ class RowPlan:
 
 
 class PackedLinear:
-    """y = x W^T + b with weights packed for the library. Made by `LinearPacker`."""
+    """y = x W^T + b with weights packed for the library. Made by `LinearPacker`.
+
+    ``place``: address and bytes of the weights.
+    """
 
     def __init__(
-        self, operation: Operation, plan: RowPlan, n_out: int, k_in: int, dtype: torch.dtype
+        self,
+        operation: Operation,
+        plan: RowPlan,
+        n_out: int,
+        k_in: int,
+        dtype: torch.dtype,
+        place: tuple[int, int],
     ) -> None:
         self._operation = operation
+        self.place = place
         self.plan = plan
         self.n_out = n_out
         self.k_in = k_in
@@ -197,10 +207,11 @@ class LinearPacker:
     ) -> PackedLinear:
         n_out, k_in = weight.shape
         if plan.packed:
-            operation = _packed_operation(weight, bias)
+            operation, place = _packed_operation(weight, bias)
         else:
             operation = _plain_operation(weight, bias)
-        return PackedLinear(operation, plan, n_out, k_in, self.dtype)
+            place = weight.data_ptr(), weight.nbytes
+        return PackedLinear(operation, plan, n_out, k_in, self.dtype, place)
 
 
 _PROBE_SIZES = (1, 2, 3, 5, 8, 13, 16, 17, 24, 25, 31, 32, 33, 48, 63, 64, 65, 100, 128, 200, 256)
@@ -217,7 +228,9 @@ def _candidates(largest: int) -> list[RowPlan]:
     return plans
 
 
-def _packed_operation(weight: torch.Tensor, bias: torch.Tensor | None) -> Operation:
+def _packed_operation(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[Operation, tuple[int, int]]:
     ops = torch.ops.mkldnn
     # The hint is the number of rows oneDNN lays the weight out for; these two were found invariant.
     hint = 1 if weight.dtype == torch.bfloat16 else 16
@@ -228,7 +241,7 @@ def _packed_operation(weight: torch.Tensor, bias: torch.Tensor | None) -> Operat
         y: torch.Tensor = pointwise(x, packed, bias, "none", [], "")
         return y
 
-    return operation
+    return operation, (ops.data_ptr(packed), ops._nbytes(packed))
 
 
 def _plain_operation(weight: torch.Tensor, bias: torch.Tensor | None) -> Operation:

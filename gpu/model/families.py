@@ -31,7 +31,9 @@ def read(
         ModelError: as `load_weights` and `load_hybrid_weights`.
     """
     load = load_hybrid_weights if config.gated else load_weights
-    return load(model_dir, config, dtype, use_numba=use_numba)
+    weights, kernels = load(model_dir, config, dtype, use_numba=use_numba)
+    kernels.settle()
+    return weights, kernels
 
 
 def bind(

@@ -96,7 +96,7 @@ def test_any_plan_gives_every_row_once(dtype: torch.dtype, plan: RowPlan) -> Non
         seen.append(len(x))
         return x * 2
 
-    linear = PackedLinear(double, plan, 3, 3, dtype)
+    linear = PackedLinear(double, plan, 3, 3, dtype, place=(0, 0))
     x = weight(23, 3, dtype)
     assert torch.equal(linear(x), x * 2)
     assert all(plan.min_rows <= size <= plan.max_rows for size in seen)
