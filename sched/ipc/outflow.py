@@ -171,12 +171,23 @@ class Outflow:
         self, owners: list[int], events: list[GenerationEvent], ends: list[wire.Ended]
     ) -> None:
         if events:
-            self._send(wire.Tokens(tuple(owners), tuple(events)))
+            self._tokens(tuple(owners), tuple(events))
         for ended in ends:
             self._send(ended)
         owners.clear()
         events.clear()
         ends.clear()
+
+    def _tokens(self, owners: tuple[int, ...], events: tuple[GenerationEvent, ...]) -> None:
+        """Raises WireError ``frame-too-large`` if one event alone is."""
+        try:
+            self._send(wire.Tokens(owners, events))
+        except WireError:
+            if len(events) == 1:
+                raise
+            half = len(events) // 2
+            self._tokens(owners[:half], events[:half])
+            self._tokens(owners[half:], events[half:])
 
     def _over(self, request: Request, error: Exception | None) -> wire.Ended:
         self._requests.pop(request.ident, None)

@@ -48,15 +48,20 @@ class Source:
 class Desk:
     """An outflow and what it sent."""
 
-    def __init__(self, *, high_water: int = 1000, max_credit: int = 4096) -> None:
+    def __init__(
+        self, *, high_water: int = 1000, max_credit: int = 4096, most: int = 1 << 20
+    ) -> None:
+        self.most = most  # events of one frame
         self.sent: list[Any] = []
         self.bytes = 0
         self.flow = Outflow(self._send, lambda: self.bytes, high_water, max_credit)
 
     def _send(self, message: Any) -> None:
-        self.sent.append(message)
         if isinstance(message, wire.Tokens):
+            if len(message.events) > self.most:
+                raise WireError("too large", code="frame-too-large")
             self.bytes += 10 * len(message.events)
+        self.sent.append(message)
 
     def begin(self, ident: int, credit: int, source: Source | None = None) -> Source:
         source = source or Source()
@@ -137,6 +142,23 @@ def test_above_high_water_a_pass_ends_and_the_next_goes_on_where_it_stopped() ->
     (rest,) = desk.collect()
     assert [r for r, _ in rest] == [2] * 200 + [3] * 200, "who waited comes first"
     assert desk.collect() == [[(0, 200)]]
+
+
+def test_what_is_too_large_for_one_frame_goes_in_several() -> None:
+    desk = Desk(most=3)
+    sources = [desk.begin(ident, 10) for ident in range(7)]
+    for source in sources:
+        source.push(1)
+    sources[0].streams[0].push_end("stop", 0, None)
+    *tokens, ended = desk.collect()
+    assert all(len(m) <= 3 for m in tokens) and ended == wire.Ended(0)
+    got = [pair for m in tokens for pair in m]
+    assert got == [(0, 1), (0, "stop"), *((ident, 1) for ident in range(1, 7))]
+    desk.most = 0
+    sources[1].push(2)
+    with pytest.raises(WireError) as caught:
+        desk.collect()
+    assert caught.value.code == "frame-too-large"
 
 
 def test_ends_come_after_the_tokens_and_once() -> None:
