@@ -4,10 +4,19 @@
 
 Sizes are of the packed slot image (every pair present at the pool's full rank, BF16 files), so that
 all ways move the same bytes. The peer runs in a process of its own; the raw socket is that process
-sending the same number of bytes from the same kind of memory. The ways take turns; medians; page
-cache warm; wants two cores to itself (one receives and hashes, one sends). The loop's longest stall
-is that of an event loop in this process while a worker thread stages (median of five stagings; the
-first line says how late that loop is with nothing staged). Writes bench/results/stage.json.
+sending the same number of bytes from the same kind of memory. Raw socket and packed image come both
+ways: over a connection made for each transfer, and over one that is kept. The ways take turns;
+medians; page cache warm; wants two cores to itself (one receives and hashes, one sends). A raw
+socket checks nothing: "digest alone" is what hashing the image costs one thread.
+
+"Several" is the rate of many transfers over kept connections by two threads, as an engine with many
+adapters has it, in MB of image a second.
+
+The loop's longest stall is that of an event loop in this process while a worker thread stages,
+median of seven stagings, with the engine's own settings (`rota.sched.prompt`); of it, "core ms" is
+what the loop's thread waited for a core (/proc/thread-self/schedstat), when others want the same
+two. The first line of a size says how late the loop is with nothing staged. Writes
+bench/results/stage.json.
 """
 
 from __future__ import annotations
@@ -20,8 +29,10 @@ import statistics
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +50,15 @@ from rota.gpu.lora.report import LoadReport
 from rota.gpu.lora.source import BytesSource, DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.rdma.client import Peer
+from rota.rdma.hashes import KNOWN, chunk_digests
 from rota.rdma.peer import WeightPeer
+from rota.rdma.pool import PeerPool
+from rota.sched.prompt import prompt_switching, settle_heap
 
 RANK = 16
-RAW = "raw socket"
+RAW, RAW_KEPT = "raw socket", "raw socket, kept"
+PACKED, PACKED_KEPT = "peer, packed image", "peer, packed image, kept"
+SEVERAL_BYTES = 400e6
 
 
 def layout_of(megabytes: float) -> SlotLayout:
@@ -90,29 +106,72 @@ def peer_process(folders: dict[str, Path], pipe: Any) -> None:
         host, port = peer.listen()
         pipe.send((f"{host}:{port}", raw.getsockname()))
 
-        def send_raw() -> None:
-            memory = np.ones(256 << 20, np.uint8)
-            while True:
-                client, _ = raw.accept()
-                with client:
-                    (size,) = struct.unpack("<Q", client.recv(8, socket.MSG_WAITALL))
+        memory = np.ones(256 << 20, np.uint8)
+
+        def send_raw(client: socket.socket) -> None:
+            with client:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while asked := client.recv(8, socket.MSG_WAITALL):
+                    (size,) = struct.unpack("<Q", asked)
                     if not size:
-                        return
+                        # Wakes the thread that accepts, which then ends.
+                        return raw.shutdown(socket.SHUT_RDWR)
                     client.sendall(memory[:size].data)
+
+        def accept_raw() -> None:
+            with ThreadPoolExecutor(8) as pool:
+                while True:
+                    try:
+                        client, _ = raw.accept()
+                    except OSError:
+                        return
+                    pool.submit(send_raw, client)
 
         async with anyio.create_task_group() as group:
             group.start_soon(peer.serve)
-            await anyio.to_thread.run_sync(send_raw)
+            await anyio.to_thread.run_sync(accept_raw)
             peer.stop()
 
     anyio.run(run)
 
 
-def raw_socket(address: tuple[str, int], size: int) -> None:
-    """Receive ``size`` bytes into fresh memory."""
-    target = np.empty(size, np.uint8)
-    view = target.data
-    with socket.create_connection(address) as connection:
+class Raw:
+    """Receives bytes into fresh memory, over a new connection or one kept for each thread."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._mine = threading.local()
+        self._all: list[socket.socket] = []
+
+    def _connect(self) -> socket.socket:
+        made = socket.create_connection(self._address)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made
+
+    def new(self, size: int) -> None:
+        """One transfer over its own connection."""
+        with self._connect() as connection:
+            self._take(connection, size)
+
+    def kept(self, size: int) -> None:
+        """One transfer over this thread's connection."""
+        connection = getattr(self._mine, "connection", None)
+        if connection is None:
+            connection = self._mine.connection = self._connect()
+            self._all.append(connection)
+        self._take(connection, size)
+
+    def close(self) -> None:
+        """Hang up, and stop the sender."""
+        for connection in self._all:
+            connection.close()
+        with self._connect() as connection:
+            connection.sendall(bytes(8))
+
+    @staticmethod
+    def _take(connection: socket.socket, size: int) -> None:
+        target = np.empty(size, np.uint8)
+        view = target.data
         connection.sendall(struct.pack("<Q", size))
         place = 0
         while place < size:
@@ -142,9 +201,16 @@ def phases(reports: list[LoadReport]) -> dict[str, float]:
     }
 
 
-def longest_stall(call: Callable[[], Any]) -> float:
-    """Milliseconds an event loop was late at most while a worker thread ran ``call``."""
-    worst = 0.0
+def waited_for_core() -> float:
+    """Seconds this thread has waited for a core so far."""
+    with open("/proc/thread-self/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+
+
+def longest_stall(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds an event loop was late at most while a worker thread ran ``call``, and how many
+    of these its thread waited for a core."""
+    worst = (0.0, 0.0)
 
     async def run() -> None:
         nonlocal worst
@@ -156,12 +222,95 @@ def longest_stall(call: Callable[[], Any]) -> float:
 
             group.start_soon(work)
             while True:
-                before = time.perf_counter()
+                core, before = waited_for_core(), time.perf_counter()
                 await anyio.sleep(0.001)
-                worst = max(worst, time.perf_counter() - before - 0.001)
+                late = time.perf_counter() - before - 0.001
+                worst = max(worst, (late * 1e3, (waited_for_core() - core) * 1e3))
 
     anyio.run(run)
-    return worst * 1e3
+    return worst
+
+
+def stalls(call: Callable[[], Any]) -> dict[str, float]:
+    """The median of seven, and the core's part of that very one."""
+    stall, core = sorted(longest_stall(call) for _ in range(7))[3]
+    return {"longest loop stall ms": round(stall, 3), "of it for a core ms": round(core, 3)}
+
+
+def several(call: Callable[[], Any], size: int) -> float:
+    """MB/s of many calls of ``size`` bytes by two threads; the best of three."""
+    count = max(8, min(400, round(SEVERAL_BYTES / size)))
+    best = 0.0
+
+    def once() -> None:
+        call()  # an image that was kept would take new memory from the system each time
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            begin = time.perf_counter()
+            for done in [pool.submit(once) for _ in range(count)]:
+                done.result()
+            best = max(best, count * size / 1e6 / (time.perf_counter() - begin))
+    return best
+
+
+def measure(
+    name: str, layout: SlotLayout, folder: Path, address: str, raw: Raw, repeats: int
+) -> dict[str, Any]:
+    """One size, all ways."""
+    size = layout.slot_bytes
+    files = (
+        (folder / "adapter_model.safetensors").read_bytes(),
+        (folder / "adapter_config.json").read_bytes(),
+    )
+    pool = PeerPool()
+    sources: dict[str, Any] = {
+        "disk": DirectorySource(folder),
+        "memory": BytesSource(*files),
+        "peer, files": Peer(address, name, packed="never"),
+        PACKED: Peer(address, name, packed="always"),
+        PACKED_KEPT: Peer(address, name, packed="always", pool=pool),
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        RAW: lambda: raw.new(size),
+        RAW_KEPT: lambda: raw.kept(size),
+    }
+    for way, source in sources.items():
+        calls[way] = lambda s=source: stage(s, layout)  # type: ignore[misc]
+    images = {way: calls[way]().image.buffer for way in sources}
+    for way, image in images.items():
+        assert np.array_equal(image, images["disk"]), f"{way} gave other bytes"
+    image, hashed = images["disk"], []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        chunk_digests(image, next(iter(KNOWN)))
+        hashed.append((time.perf_counter() - begin) * 1e3)
+    row: dict[str, Any] = {"slot_mb": round(size / 1e6, 2), "repeats": repeats}
+    row["digest alone ms"] = round(statistics.median(hashed), 3)
+    del images, image
+    row["nothing staged"] = stalls(lambda: time.sleep(0.2))
+    print(
+        f"{size / 1e6:8.1f} MB  digest alone {row['digest alone ms']} ms  {row['nothing staged']}"
+    )
+    for way, got in taken(calls, repeats).items():
+        times = [ms for ms, _ in got]
+        row[way] = {"ms": round(statistics.median(times), 3), "best ms": round(min(times), 3)}
+        if way in sources:
+            row[way] |= {"phases": phases([report for _, report in got])} | stalls(calls[way])
+        print(f"{size / 1e6:8.1f} MB  {way:24}", row[way])
+    rates = {way: several(calls[way], size) for way in (RAW_KEPT, PACKED_KEPT)}
+    row["several, MB/s"] = {way: round(rate) for way, rate in rates.items()}
+    row["packed / raw throughput"] = ratios = {
+        "new connection": round(row[RAW]["ms"] / row[PACKED]["ms"], 3),
+        "kept connection": round(row[RAW_KEPT]["ms"] / row[PACKED_KEPT]["ms"], 3),
+        "kept, raw checked too": round(
+            (row[RAW_KEPT]["ms"] + row["digest alone ms"]) / row[PACKED_KEPT]["ms"], 3
+        ),
+        "several": round(rates[PACKED_KEPT] / rates[RAW_KEPT], 3),
+    }
+    print(f"{size / 1e6:8.1f} MB  several {row['several, MB/s']}  packed / raw {ratios}")
+    pool.close()
+    return row
 
 
 def main() -> int:
@@ -170,7 +319,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as work, prompt_switching():
         layouts = {f"{mb:g}": layout_of(mb) for mb in args.mb}
         folders = {name: write(Path(work) / name, one) for name, one in layouts.items()}
         ours, theirs = multiprocessing.Pipe()
@@ -179,44 +328,12 @@ def main() -> int:
         )
         process.start()
         address, raw_address = ours.recv()
+        time.sleep(2.1)  # until then the peer takes the files for ones that may still change
+        settle_heap()
+        raw = Raw(raw_address)
         for name, layout in layouts.items():
-            folder, size = folders[name], layout.slot_bytes
-            files = (
-                (folder / "adapter_model.safetensors").read_bytes(),
-                (folder / "adapter_config.json").read_bytes(),
-            )
-            sources: dict[str, Any] = {
-                "disk": DirectorySource(folder),
-                "memory": BytesSource(*files),
-                "peer, files": Peer(address, name, packed="never"),
-                "peer, packed image": Peer(address, name, packed="always"),
-            }
-            calls: dict[str, Callable[[], Any]] = {RAW: lambda n=size: raw_socket(raw_address, n)}
-            for way, source in sources.items():
-                calls[way] = lambda s=source, y=layout: stage(s, y)
-            images = {way: calls[way]().image.buffer for way in sources}
-            for way, image in images.items():
-                assert np.array_equal(image, images["disk"]), f"{way} gave other bytes"
-            del images
-            row: dict[str, Any] = {"slot_mb": round(size / 1e6, 2), "repeats": args.repeats}
-            row["loop late without staging ms"] = longest_stall(lambda: time.sleep(0.2))
-            for way, got in taken(calls, args.repeats).items():
-                times = [ms for ms, _ in got]
-                row[way] = {"ms": statistics.median(times), "best ms": min(times)}
-                text = f"{size / 1e6:8.1f} MB  {way:20} {row[way]['ms']:9.2f} ms"
-                if way != RAW:
-                    stall = statistics.median(longest_stall(calls[way]) for _ in range(5))
-                    row[way] |= {"phases": phases([report for _, report in got])}
-                    row[way] |= {"longest loop stall ms": stall}
-                    text += f"  loop stall {stall:6.2f} ms  {row[way]['phases']}"
-                print(text)
-            packed = row["peer, packed image"]
-            row["packed / raw throughput"] = row[RAW]["ms"] / packed["ms"]
-            row["packed / raw throughput, best"] = row[RAW]["best ms"] / packed["best ms"]
-            print(f"             packed / raw throughput: {row['packed / raw throughput']:.2f}")
-            rows.append(row)
-        with socket.create_connection(raw_address) as connection:
-            connection.sendall(bytes(8))
+            rows.append(measure(name, layout, folders[name], address, raw, args.repeats))
+        raw.close()
         process.join(30)
     out = HERE / "results" / "stage.json"
     out.parent.mkdir(exist_ok=True)

@@ -135,6 +135,17 @@ class Desk:
         except RotaError as error:
             return Answer(refusal(error))
 
+    def at_once(self, message: m.Message) -> Answer | None:
+        """`handle` for what touches neither the disk nor a large piece of memory, and so may be
+        answered on the loop; ``None``: it takes a thread."""
+        if isinstance(message, m.Read):
+            return self.handle(message)
+        if isinstance(message, m.Release):
+            held = self._held.get(message.digest)
+            if held and self._store.is_current(held[-1]):  # else its memory may go with it
+                return self.handle(message)
+        return None
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._closed = True
@@ -272,6 +283,6 @@ class Desk:
         return m.Connected(rails)
 
     def _region(self, region: Region) -> m.Region | None:
-        if self._pairs is None or region.rkey is None:
+        if self._pairs is None or not region.rkeys:
             return None
-        return m.Region(region.address.to_bytes(8, "little"), region.rkey)
+        return m.Region(region.address.to_bytes(8, "little"), list(region.rkeys))

@@ -87,9 +87,9 @@ class Desk1:
             assert self._generation is not None
             regions = []
             for shard in self._generation.shards:
-                if shard.rkey is None:
+                if not shard.rkeys:
                     raise RequestError("a shard is not registered", code="no-verbs")
-                regions.append((shard.address, shard.rkey))
+                regions.append((shard.address, shard.rkeys[0]))
             rails, self._pairs = self._verbs.prepare(event.count)
             proto.send_rails(
                 [ServerRail1(QueuePair1(r.qpn, r.psn, r.gid), tuple(regions)) for r in rails]
@@ -99,7 +99,7 @@ class Desk1:
             try:
                 self._pairs.connect(
                     [
-                        m.Rail(p.qpn & 0xFFFFFF, p.psn & 0xFFFFFF, p.gid, MTU_1024, DEPTH)
+                        m.Rail(p.qpn & 0xFFFFFF, p.psn & 0xFFFFFF, p.gid, MTU_1024, DEPTH, 0)
                         for p in event.pairs
                     ]
                 )

@@ -111,7 +111,7 @@ class Carrier:
             rails.read(
                 target,
                 address,
-                region.rkey,
+                region.rkeys,
                 session.deadline,
                 session.cancelled,
                 landed,

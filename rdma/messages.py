@@ -90,10 +90,11 @@ class Open(Message, frozen=True):
 
 
 class Region(Message, frozen=True):
-    """Where a one-sided read may read: address (little-endian u64) and rkey."""
+    """Where a one-sided read may read: address (little-endian u64), and the rkey on each of the
+    server's devices."""
 
     address: U64
-    rkey: U32
+    rkeys: Annotated[list[U32], Meta(min_length=1, max_length=MAX_RAILS)]
 
 
 class Manifest(Message, frozen=True):
@@ -205,7 +206,8 @@ class Released(Message, frozen=True):
 class Rail(Message, frozen=True):
     """One end of one queue pair. ``mtu`` is the verbs enumeration (1..5), ``depth`` reads at once.
 
-    ``gid``: 16 bytes, network order.
+    ``gid``: 16 bytes, network order. ``device``: which of its end's devices it is on: the client's
+    n-th is joined to the server's n-th (modulo their number), and its rkey is the n-th of a region.
     """
 
     qpn: Annotated[int, Meta(ge=0, lt=1 << 24)]
@@ -213,6 +215,7 @@ class Rail(Message, frozen=True):
     gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
     mtu: Annotated[int, Meta(ge=1, le=5)]
     depth: Annotated[int, Meta(ge=1, le=255)]
+    device: Annotated[int, Meta(ge=0, lt=MAX_RAILS)]
 
 
 class Connect(Message, frozen=True):

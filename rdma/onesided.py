@@ -1,12 +1,12 @@
 """What a client needs of a verbs device: registered memory, and queue pairs to read through.
 
-Owns nothing; `verbs.VerbsClient` and `rails.ClientRails` satisfy these, and so does a test's device
+Owns nothing; `hosts.VerbsClient` and `rails.ClientRails` satisfy these, and so does a test's device
 without a card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ Cancelled = Callable[[], bool]
 
 
 class OneSided(Protocol):
-    """A verbs device with a registered arena, as a client uses it (`verbs.VerbsClient`)."""
+    """A verbs device with a registered arena, as a client uses it (`hosts.VerbsClient`)."""
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Registered memory, uint8 ``[nbytes]``. Raises CapacityError arena-full."""
@@ -49,14 +49,15 @@ class OneSidedRails(Protocol):
         self,
         target: npt.NDArray[np.uint8],
         address: int,
-        rkey: int,
+        rkeys: Sequence[int],
         deadline: float,
         cancelled: Cancelled | None,
         landed: Callable[[int], None],
         *,
         stall: float,
     ) -> None:
-        """Fill ``target`` from the peer's memory. Raises StagingError."""
+        """Fill ``target`` from the peer's memory; ``rkeys`` by the peer's devices. Raises
+        StagingError."""
         ...
 
     def close(self) -> None:

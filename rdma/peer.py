@@ -250,9 +250,11 @@ class _Connection:
 
     async def _answer(self, proto: Wire2Server, event: Received) -> None:
         self._peer._counts["requests"] += 1
-        answer = await anyio.to_thread.run_sync(
-            self._desk.handle, event.message, limiter=self._limiter
-        )
+        answer = self._desk.at_once(event.message)
+        if answer is None:
+            answer = await anyio.to_thread.run_sync(
+                self._desk.handle, event.message, limiter=self._limiter
+            )
         now = anyio.current_time()
         payload = answer.payload
         proto.reply(event.request, answer.message, now, 0 if payload is None else len(payload))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import anyio
 
 from ..errors import RequestError
+from .devices import ANY, parse_devices
 from .frames2 import Times
 from .messages import MAX_ID_BYTES
 from .peer import PeerLimits, WeightPeer
@@ -45,8 +46,12 @@ def add_peer_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--budget-gb", type=float, default=8.0, help="memory for adapters (8)")
     parser.add_argument("--connections", type=int, default=64, help="clients at once (64)")
-    parser.add_argument("--rdma-device", help="verbs device (default: the first active one)")
-    parser.add_argument("--rdma-gid", type=int, help="GID index (default: RoCEv2 over IPv4)")
+    parser.add_argument(
+        "--rdma-device",
+        metavar="NAME[:GID],...",
+        help="verbs devices, each with a GID index (default: the first active one, RoCEv2 over "
+        "IPv4); an engine's n-th device reads from the n-th",
+    )
     parser.add_argument("--no-rdma", action="store_true", help="TCP only")
     parser.add_argument(
         "--version1", action="store_true", help="serve version-1 clients too (never with a secret)"
@@ -97,7 +102,8 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
         times=Times(),
         store=StoreLimits(budget=int(args.budget_gb * (1 << 30))),
     )
-    verbs = None if args.no_rdma else open_host(args.rdma_device, args.rdma_gid)
+    devices = ANY if args.rdma_device is None else parse_devices(args.rdma_device)
+    verbs = None if args.no_rdma else open_host(devices)
     peer = WeightPeer(
         directories, secret=secret, limits=limits, verbs=verbs, version1=args.version1
     )

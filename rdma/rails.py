@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 import select
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import RotaError, StagingError
 from . import messages as m
-from .region import Arena, Region
+from .region import Region
 
 log = logging.getLogger("rota.rdma.rails")
 SLICE_S: Final = 0.05
@@ -62,7 +62,7 @@ class PairDevice(Protocol):
 
     name: str
 
-    def register(self, region: Region) -> None: ...
+    def register(self, region: Region) -> int: ...
     def register_local(self, region: Region) -> int: ...
     def unregister(self, region: Region) -> None: ...
     def pair(self, *, channel: bool) -> Pair: ...
@@ -70,13 +70,16 @@ class PairDevice(Protocol):
 
 
 class Pairs:
-    """Queue pairs that live and end together."""
+    """Queue pairs that live and end together: one on each of ``devices[i]`` for i in ``places``."""
 
-    def __init__(self, device: PairDevice, count: int, *, channel: bool) -> None:
+    def __init__(
+        self, devices: Sequence[PairDevice], places: Sequence[int], *, channel: bool
+    ) -> None:
         self.pairs: list[Pair] = []
+        self._places = list(places)
         try:
-            for _ in range(count):
-                self.pairs.append(device.pair(channel=channel))
+            for place in places:
+                self.pairs.append(devices[place].pair(channel=channel))
         except BaseException:
             self.close()
             raise
@@ -84,7 +87,10 @@ class Pairs:
     @property
     def rails(self) -> list[m.Rail]:
         """This end, for the other."""
-        return [pair.rail for pair in self.pairs]
+        return [
+            msgspec.structs.replace(pair.rail, device=place)
+            for pair, place in zip(self.pairs, self._places, strict=True)
+        ]
 
     def connect(self, rails: list[m.Rail]) -> None:
         """Connect each to the other end's, in order.
@@ -111,38 +117,60 @@ class Pairs:
 
 
 class ClientRails(Pairs):
-    """The reading end. ``lkey`` is of the arena that targets come from."""
+    """The reading end. ``lkeys`` are of the arena that targets come from, by device; rail i is on
+    device i modulo their number."""
 
     def __init__(
-        self, device: PairDevice, count: int, lkey: int, clock: Callable[[], float]
+        self,
+        devices: Sequence[PairDevice],
+        count: int,
+        lkeys: Sequence[int],
+        clock: Callable[[], float],
     ) -> None:
-        super().__init__(device, count, channel=True)
-        self._lkey, self._clock = lkey, clock
+        places = [i % len(devices) for i in range(count)]
+        super().__init__(devices, places, channel=True)
+        self._lkeys, self._clock = [lkeys[place] for place in places], clock
+        self._far: list[int] = []
+
+    def connect(self, rails: list[m.Rail]) -> None:
+        """See `Pairs.connect`; remembers which of the peer's devices each is on."""
+        super().connect(rails)
+        self._far = [rail.device for rail in rails]
 
     def read(
         self,
         target: npt.NDArray[np.uint8],
         address: int,
-        rkey: int,
+        rkeys: Sequence[int],
         deadline: float,
         cancelled: Callable[[], bool] | None,
         landed: Callable[[int], None],
         *,
         stall: float = 10.0,
     ) -> None:
-        """Fill ``target`` (uint8 ``[n]``, of the arena) from the peer's ``address``.
+        """Fill ``target`` (uint8 ``[n]``, of the arena) from the peer's ``address``, whose keys on
+        the peer's devices are ``rkeys``.
 
         ``landed`` is told how many bytes from the front are there. It is over by ``deadline`` (by
         the clock), and after ``stall`` seconds without a completion.
 
         Raises:
             StagingError: rdma-read-failed (with the status), rdma-broken after an earlier failure,
-                peer-timeout, stage-cancelled; and whatever ``landed`` raises. The queue pairs are
-                gone then.
+                bad-rails (a rail on a device without a key), peer-timeout, stage-cancelled; and
+                whatever ``landed`` raises. The queue pairs are gone then.
         """
         if not self.pairs:
             raise StagingError("the rails are gone after an error", code="rdma-broken")
-        flight = _Flight(self.pairs, target, self._lkey, address, rkey)
+        if max(self._far) >= len(rkeys):
+            self.close()
+            raise StagingError(
+                "a rail of the peer is on a device without a key",
+                code="bad-rails",
+                expected=f"device 0..{len(rkeys) - 1}",
+                found=max(self._far),
+            )
+        keys = [rkeys[far] for far in self._far]
+        flight = _Flight(self.pairs, target, self._lkeys, address, keys)
         try:
             told, moving_until = 0, self._clock() + stall
             while True:
@@ -176,11 +204,11 @@ class _Flight:
         self,
         pairs: list[Pair],
         target: npt.NDArray[np.uint8],
-        lkey: int,
+        lkeys: list[int],
         address: int,
-        rkey: int,
+        rkeys: list[int],
     ) -> None:
-        self._pairs, self._lkey, self._rkey = pairs, lkey, rkey
+        self._pairs, self._lkeys, self._rkeys = pairs, lkeys, rkeys
         self._target = target  # keeps the memory while READs may write it
         self._local, self._remote, self._size = int(target.ctypes.data), address, target.nbytes
         self._chunks = -(-target.nbytes // m.CHUNK_BYTES)
@@ -208,9 +236,9 @@ class _Flight:
             self._pairs[rail].post_read(
                 self._next,
                 self._local + start,
-                self._lkey,
+                self._lkeys[rail],
                 self._remote + start,
-                self._rkey,
+                self._rkeys[rail],
                 min(m.CHUNK_BYTES, self._size - start),
             )
             self._counts[rail] += 1
@@ -277,83 +305,3 @@ class _Flight:
                             pair.take_event()
             except RotaError as error:
                 log.warning("a queue pair did not drain: %s", error)
-
-
-class VerbsClient:
-    """A device and a staging arena that is registered once.
-
-    Args:
-        device: the verbs device; closed by `close`.
-        arena_bytes: what all promotions at once may land in.
-        clock: monotonic seconds.
-
-    Raises:
-        DeviceError: verbs-failed, when the memory cannot be registered.
-        CapacityError: host-memory.
-    """
-
-    def __init__(
-        self,
-        device: PairDevice,
-        arena_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._device, self._clock = device, clock
-        self._arena = Arena(arena_bytes)
-        self._lkey = device.register_local(self._arena.region)
-
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Registered memory; see `Arena.allocate`."""
-        return self._arena.allocate(nbytes)
-
-    def contains(self, array: npt.NDArray[np.uint8]) -> bool:
-        """The array lies in the arena."""
-        return self._arena.contains(array)
-
-    def open(self, count: int) -> ClientRails:
-        """Queue pairs for one promotion. Raises DeviceError verbs-failed."""
-        return ClientRails(self._device, count, self._lkey, self._clock)
-
-    def close(self) -> None:
-        """Give arena and device back.
-
-        Raises:
-            InternalError: memory-in-use, while an image in the arena is alive; nothing is freed.
-        """
-        self._arena.close()
-        self._device.unregister(self._arena.region)
-        self._device.close()
-
-
-class VerbsPeer:
-    """A device that is read from: the peer's side."""
-
-    def __init__(self, device: PairDevice) -> None:
-        self._device = device
-
-    def register(self, region: Region) -> None:
-        """See `store.Registrar`."""
-        self._device.register(region)
-
-    def unregister(self, region: Region) -> None:
-        """See `store.Registrar`."""
-        self._device.unregister(region)
-
-    def accept(self, rails: list[m.Rail]) -> tuple[list[m.Rail], Pairs]:
-        """Queue pairs connected to the client's. Raises DeviceError verbs-failed."""
-        made, pairs = self.prepare(len(rails))
-        try:
-            pairs.connect(rails)
-        except BaseException:
-            pairs.close()
-            raise
-        return made, pairs
-
-    def prepare(self, count: int) -> tuple[list[m.Rail], Pairs]:
-        """``count`` queue pairs, not connected yet."""
-        pairs = Pairs(self._device, count, channel=False)
-        return pairs.rails, pairs
-
-    def close(self) -> None:
-        """Give the device back."""
-        self._device.close()

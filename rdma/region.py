@@ -36,7 +36,8 @@ class Region:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.rkey: int | None = None
+        self.rkeys: tuple[int, ...] = ()
+        """On each device it is registered with, in the order of the devices."""
         self._held = 0
         self._lock = threading.Lock()
         try:

@@ -8,6 +8,7 @@ layout. Safe for many threads; calls may block on the disk.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ class Registrar(Protocol):
     """What the store needs of a verbs device."""
 
     def register(self, region: Region) -> None:
-        """Set ``region.rkey``. Raises RotaError when the device refuses."""
+        """Set ``region.rkeys``. Raises RotaError when a device refuses."""
         ...
 
     def unregister(self, region: Region) -> None:
@@ -190,6 +191,11 @@ class Store:
             if not generation.leases and place.current is not generation:
                 self._drop(generation)
 
+    def is_current(self, generation: Generation) -> bool:
+        """Releasing it frees nothing. (Should its files change in that very moment, the release
+        frees them where it is called.)"""
+        return self._places[generation.adapter].current is generation
+
     def packed(self, generation: Generation, fingerprint: str) -> PackedImage | None:
         """The leased generation's image for a layout known by its fingerprint, if it has one."""
         with self._lock:
@@ -244,21 +250,15 @@ class Store:
         """Name, size, times and inode of the adapter's files; ``None`` when too young to trust."""
         rows, now = [], self._clock_ns()
         try:
-            for entry in path.iterdir():
-                if not belongs(entry.name):
-                    continue
-                status = entry.stat()
-                if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:
-                    return None
-                rows.append(
-                    (
-                        entry.name,
-                        status.st_size,
-                        status.st_mtime_ns,
-                        status.st_ctime_ns,
-                        status.st_ino,
-                    )
-                )
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if not belongs(entry.name):
+                        continue
+                    status = entry.stat()
+                    if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:
+                        return None
+                    times = status.st_mtime_ns, status.st_ctime_ns
+                    rows.append((entry.name, status.st_size, *times, status.st_ino))
         except OSError:
             return None
         return tuple(sorted(rows))
@@ -379,7 +379,7 @@ class Store:
             self._free(region)
 
     def _free(self, region: Region) -> None:
-        if self._registrar is not None and region.rkey is not None:
+        if self._registrar is not None and region.rkeys:
             self._registrar.unregister(region)
         region.close()
         with self._lock:

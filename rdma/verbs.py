@@ -12,6 +12,7 @@ again; no device, no library or no kernel support is one log line and ``None``.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -21,7 +22,8 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import CapacityError, DeviceError
 from . import messages as m
-from .rails import VerbsClient, VerbsPeer
+from .devices import ANY, Choice
+from .hosts import VerbsClient, VerbsPeer
 from .region import Region
 
 log = logging.getLogger("rota.rdma.verbs")
@@ -158,10 +160,9 @@ class Device:
                     break
         return place, _gid_bytes(self._context.query_gid(PORT, place))
 
-    def register(self, region: Region) -> None:
-        """Let others read the region; sets its rkey. Raises DeviceError verbs-failed."""
-        handle = self._register(region, self.lib.enums.IBV_ACCESS_REMOTE_READ)
-        region.rkey = int(handle.rkey)
+    def register(self, region: Region) -> int:
+        """Let others read the region; its rkey. Raises DeviceError verbs-failed."""
+        return int(self._register(region, self.lib.enums.IBV_ACCESS_REMOTE_READ).rkey)
 
     def register_local(self, region: Region) -> int:
         """Let the device write the region for us; its lkey. Raises DeviceError verbs-failed."""
@@ -181,8 +182,22 @@ class Device:
         """Undo `register` or `register_local`; from then on reads of it fail."""
         with self._lock:
             handle = self._regions.pop(region.address)
-        region.rkey = None
         handle.close()
+
+    def takes_device_memory(self) -> bool:
+        """The driver can register an accelerator's memory (dmabuf), so that READs could land there.
+
+        A probe, for the log: images are staged in host memory whatever it says. The kernel asks
+        the driver before it looks at the descriptor, so a wrong one tells the two apart.
+        """
+        try:
+            made = self.lib.mr.DmaBufMR(
+                self.pd, 4096, self.lib.enums.IBV_ACCESS_LOCAL_WRITE, dmabuf=-1
+            )
+        except Exception as error:  # as above
+            return getattr(error, "error_code", 0) == errno.EBADF
+        made.close()
+        return True
 
     def pair(self, *, channel: bool) -> QueuePair:
         """A new queue pair. Raises DeviceError verbs-failed."""
@@ -247,7 +262,7 @@ class QueuePair:
     def rail(self) -> m.Rail:
         """This end, as it is told to the other."""
         device = self._device
-        return m.Rail(int(self._qp.qp_num), self.psn, device.gid, device.mtu, device.depth)
+        return m.Rail(int(self._qp.qp_num), self.psn, device.gid, device.mtu, device.depth, 0)
 
     def connect(self, other: m.Rail) -> None:
         """INIT, RTR, RTS against the other end. Raises DeviceError verbs-failed."""
@@ -334,30 +349,41 @@ class QueuePair:
                 part.close()
 
 
-def open_client(
-    arena_bytes: int, name: str | None = None, gid_index: int | None = None
-) -> VerbsClient | None:
-    """A device with a registered staging arena for `client.Peer`, or ``None`` where there is none.
+def open_client(arena_bytes: int, devices: Choice = ANY) -> VerbsClient | None:
+    """Devices with a registered staging arena for `client.Peer`, or ``None`` where one is missing.
 
     ``None`` comes with one log line that says why; then everything goes by TCP.
     """
+    opened: list[Device] = []
     try:
-        device = Device(name, gid_index)
-    except DeviceError as error:
-        log.warning("no RDMA here, adapters come by TCP: %s", error)
-        return None
-    try:
-        return VerbsClient(device, arena_bytes)
+        _open_all(devices, opened)
+        client = VerbsClient(opened, arena_bytes)
     except (DeviceError, CapacityError) as error:
         log.warning("no RDMA here, adapters come by TCP: %s", error)
-        device.close()
+        for device in opened:
+            device.close()
         return None
+    for device in opened:
+        can = "can" if device.takes_device_memory() else "cannot"
+        log.info(
+            "%s %s read into device memory (dmabuf); images land in host memory", device.name, can
+        )
+    return client
 
 
-def open_host(name: str | None = None, gid_index: int | None = None) -> VerbsPeer | None:
-    """A device for a weight peer, or ``None`` (with one log line) where there is none."""
+def open_host(devices: Choice = ANY) -> VerbsPeer | None:
+    """Devices for a weight peer, or ``None`` (with one log line) where one is missing."""
+    opened: list[Device] = []
     try:
-        return VerbsPeer(Device(name, gid_index))
+        _open_all(devices, opened)
+        return VerbsPeer(opened)
     except DeviceError as error:
         log.warning("no RDMA here, adapters go by TCP: %s", error)
+        for device in opened:
+            device.close()
         return None
+
+
+def _open_all(devices: Choice, opened: list[Device]) -> None:
+    for name, gid_index in devices:
+        opened.append(Device(name, gid_index))

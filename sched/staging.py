@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import msgspec
 
 from ..errors import RotaError, StagingError
 from ..gpu.lora.directory import belongs
+from .prompt import prompt_switching
 
 #: File systems stamp changes with a coarse clock: a file younger than this may change again without
 #: its stamp changing, so its signature proves nothing (the "racy clean" problem).
@@ -109,9 +111,12 @@ class Stager:
         self._by_signature: dict[tuple[Hashable, Signature], int] = {}
         self._cancelled: dict[int, threading.Event] = {}
         self._scopes: dict[int, anyio.CancelScope] = {}
+        self._prompt = ExitStack()
 
     async def run(self, stage: int, source: Any) -> StageOutcome:
         """Stage ``source``. Raises RejectError (the adapter's fault) or StagingError."""
+        if not self._cancelled:
+            self._prompt.enter_context(prompt_switching())
         flag = self._cancelled[stage] = threading.Event()
         try:
             # The thread cannot be stopped from outside; its flag can. Shielded, so that its image
@@ -123,6 +128,8 @@ class Stager:
                 )
         finally:
             del self._cancelled[stage], self._scopes[stage]
+            if not self._cancelled:
+                self._prompt.close()
         raise StagingError("staging did not end; its thread is left behind", code="stage-abandoned")
 
     def cancel(self, stage: int) -> None:

@@ -95,11 +95,13 @@ async def serve(
     console: Console,
     *,
     engine: Callable[[Options, Mapping[str, Source], OnLoad], Any] = open_engine,
+    ready: Callable[[], None] = lambda: None,
     task_status: anyio.abc.TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Everything, until a signal or cancellation. Started with the base URL, if HTTP is served."""
+    """Everything, until a signal or cancellation. Started with the base URL, if HTTP is served.
+    ``ready`` is called once the engine is open, before anything is served."""
     config = options.serve
-    sources = Sources(config.peer_secret_file, config.peer_arena_bytes)
+    sources = Sources(config.peer_secret_file, config.peer_arena_bytes, config.peer_rdma_devices)
     async with AsyncExitStack() as stack:
         stack.callback(sources.close)
         adapters = sources.all(config.adapters)
@@ -107,6 +109,7 @@ async def serve(
             live = await stack.enter_async_context(engine(options, adapters, on_load))
         for name, source in sources.all(config.stageable).items():
             await live.register(name, source)
+        ready()
         async with anyio.create_task_group() as tasks:
             if config.ipc is not None:
                 address = parse_address(config.ipc)

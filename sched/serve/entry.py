@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import anyio
 import msgspec
 
 from ...errors import CommandError
+from ..prompt import settle_heap
 from .options import Options, add_flags, read_options
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def run_serve(args: argparse.Namespace, console: Console) -> int:
             code="extra-missing",
             subject=error.name,
         ) from error
-    anyio.run(serve, options, console)
+    # The process is ours: what staging allocates later must not bring on rounds over all of torch.
+    anyio.run(partial(serve, options, console, ready=settle_heap))
     return 0
 
 

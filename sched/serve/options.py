@@ -28,10 +28,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What ``rota serve`` itself needs. ``model``: checkpoint directory, or ``connect``: address of
     an engine process. ``adapters``: name to directory or ``peer://host:port/id``, loaded at start;
     ``stageable``: known names that load on the first request. ``peer_secret_file``: what weight
-    peers are shown; ``peer_arena_bytes``: registered memory for RDMA reads from them. ``tls_cert``,
-    ``tls_key``: PEM files, both or neither. ``traces``: an OTLP/HTTP endpoint. ``share_port``:
-    other processes that say so too may listen on the same port, and the kernel shares out the
-    connections. ``ipc``: address for frontends, with ``ipc_token`` on TCP."""
+    peers are shown; ``peer_arena_bytes``: registered memory for RDMA reads from them, with the
+    devices of ``peer_rdma_devices`` (`rdma.devices.parse_devices`). ``tls_cert``, ``tls_key``: PEM
+    files, both or neither. ``traces``: an OTLP/HTTP endpoint. ``share_port``: other processes that
+    say so too may listen on the same port, and the kernel shares out the connections. ``ipc``:
+    address for frontends, with ``ipc_token`` on TCP."""
 
     model: str | None = None
     connect: str | None = None
@@ -39,6 +40,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stageable: dict[str, str] = {}
     peer_secret_file: str | None = None
     peer_arena_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    peer_rdma_devices: str | None = None
     http: bool = True
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
@@ -71,6 +73,7 @@ HELP: dict[str, str] = {
     "stageable": "the same, but only known: the first request for it loads it (repeat)",
     "peer_secret_file": "file with the secret that weight peers and this engine share",
     "peer_arena_bytes": "memory registered for RDMA reads from weight peers; 0: by TCP",
+    "peer_rdma_devices": "verbs devices for it, NAME[:GID],...; default the first active one",
     "http": "whether to serve HTTP at all (true or false)",
     "host": "address to listen on",
     "port": "port to listen on; 0 picks a free one",
@@ -125,7 +128,12 @@ HELP: dict[str, str] = {
     "seed": "of draws of requests that bring no seed",
 }
 _PAIRS = ("adapters", "stageable")
-_OWN = (*_PAIRS, "peer_secret_file", "peer_arena_bytes")  # of no use to a frontend
+_OWN = (
+    *_PAIRS,
+    "peer_secret_file",
+    "peer_arena_bytes",
+    "peer_rdma_devices",
+)  # of no use to a frontend
 _LISTS = ("api_keys", "admin_keys", "directories")
 _FLAGS = {
     "adapters": "--lora-adapter",

@@ -14,8 +14,9 @@ from pathlib import Path
 from ...errors import CommandError, RotaError
 from ...rdma.address import SCHEME, parse_peer_url
 from ...rdma.client import Peer
+from ...rdma.devices import ANY, parse_devices
+from ...rdma.hosts import VerbsClient
 from ...rdma.pool import PeerPool
-from ...rdma.rails import VerbsClient
 from ...rdma.verbs import open_client
 from ..face import Source
 
@@ -30,14 +31,21 @@ class Sources:
         secret_file: of the peers' secret, or ``None``; white space around it does not count.
         arena_bytes: registered memory for one-sided reads; 0 for TCP alone. Without a verbs device
             everything comes by TCP, with one log line.
+        devices: verbs devices, see :func:`~rota.rdma.devices.parse_devices`.
 
     Raises:
         CommandError: ``bad-secret-file``.
+        RequestError: ``bad-verbs-devices``.
     """
 
-    def __init__(self, secret_file: str | None = None, arena_bytes: int = 0) -> None:
+    def __init__(
+        self, secret_file: str | None = None, arena_bytes: int = 0, devices: str | None = None
+    ) -> None:
+        choice = ANY if devices is None else parse_devices(devices)
         self._secret = None if secret_file is None else _secret(Path(secret_file))
-        self._transport: VerbsClient | None = open_client(arena_bytes) if arena_bytes else None
+        self._transport: VerbsClient | None = (
+            open_client(arena_bytes, choice) if arena_bytes else None
+        )
         self._pool = PeerPool()
 
     def of(self, text: str) -> Source:

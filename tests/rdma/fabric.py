@@ -19,6 +19,7 @@ class Fabric:
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.keys: dict[int, Region] = {}
+        self.devices: dict[bytes, FakeDevice] = {}
         self.status: dict[int, int] = {}  # how the n-th read of all ends
         self.stuck = False  # nothing completes but by fail()
         self.posted = self.most = self.open = self.registrations = 0
@@ -29,10 +30,12 @@ class Fabric:
 class FakePair:
     """A queue pair that copies memory at a later `poll`, in order, some at a time."""
 
-    def __init__(self, fabric: Fabric, channel: bool) -> None:
+    def __init__(self, device: FakeDevice, channel: bool) -> None:
+        fabric = device.fabric
         if fabric.refuse_pair:
             raise DeviceError("no queue pair", code="verbs-failed")
-        self.fabric, self.depth = fabric, 4
+        self.device, self.fabric, self.depth = device, fabric, 4
+        self.far: FakeDevice | None = None
         self.ready, self.signal = os.pipe() if channel else (-1, -1)
         self.descriptor = self.ready
         self.queue: list[tuple[int, int, int, int, int]] = []
@@ -41,14 +44,17 @@ class FakePair:
 
     @property
     def rail(self) -> m.Rail:
-        return m.Rail(7, 9, bytes(16), 3, self.depth)
+        return m.Rail(7, 9, self.device.gid, 3, self.depth, 0)
 
     def connect(self, other: m.Rail) -> None:
+        self.far = self.fabric.devices[other.gid]
         self.connected = True
 
     def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
         assert self.connected and not self.failed and not self.closed
         assert 0 < n <= MIB
+        assert lkey == self.device.lkey  # a key of another device is none
+        self.device.posted += 1
         self.queue.append((number, local, remote, rkey, n))
         assert len(self.queue) <= self.depth
         self.fabric.posted += 1
@@ -67,8 +73,11 @@ class FakePair:
             number, local, remote, rkey, n = self.queue.pop(0)
             status = self.fabric.status.get(number, 0)
             region = self.fabric.keys.get(rkey)
-            if region is None or not (
-                region.address <= remote and remote + n <= region.address + region.nbytes
+            here = self.far is not None and rkey in self.far.keys.values()
+            if (
+                region is None
+                or not here
+                or not (region.address <= remote and remote + n <= region.address + region.nbytes)
             ):
                 status = 10
             if not status:
@@ -99,32 +108,40 @@ class FakePair:
 
 
 class FakeDevice:
+    """One device on the fabric. ``refuse``: registers nothing for others."""
+
     name = "fake0"
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
+        self.gid = len(fabric.devices).to_bytes(16, "big")
+        fabric.devices[self.gid] = self
+        self.posted, self.lkey, self.refuse = 0, -1, False
+        self.keys: dict[int, int] = {}
         self.closed = False
 
-    def register(self, region: Region) -> None:
-        if self.fabric.refuse_remote:
+    def register(self, region: Region) -> int:
+        if self.fabric.refuse_remote or self.refuse:
             raise DeviceError("no memory", code="verbs-failed")
         self.fabric.registrations += 1
-        region.rkey = 100 + self.fabric.registrations
-        self.fabric.keys[region.rkey] = region
+        key = 100 + self.fabric.registrations
+        self.fabric.keys[key] = region
+        self.keys[region.address] = key
+        return key
 
     def register_local(self, region: Region) -> int:
         if self.fabric.refuse_local:
             raise DeviceError("no memory", code="verbs-failed")
         self.fabric.registrations += 1
-        return 1
+        self.lkey = 1000 + self.fabric.registrations
+        return self.lkey
 
     def unregister(self, region: Region) -> None:
-        if region.rkey is not None:
-            del self.fabric.keys[region.rkey]
-            region.rkey = None
+        if (key := self.keys.pop(region.address, None)) is not None:
+            del self.fabric.keys[key]
 
     def pair(self, *, channel: bool) -> FakePair:
-        return FakePair(self.fabric, channel)
+        return FakePair(self, channel)
 
     def close(self) -> None:
         assert not self.closed

@@ -37,7 +37,7 @@ PAIR = QueuePair1(1, 2, bytes(16))
 REPORT = LoadReport(
     2, 1, {"q_proj": 1}, (), ("n",), ((4, 1),), ((2.0, 1),), {"F32": 2}, 0, 0, {}, 64, 32, {}
 )
-MANIFEST2 = m.Manifest("a", 1, DIGEST, b"{}", [10, 20], [])
+MANIFEST2 = m.Manifest("a", 1, DIGEST, b"{}", [10, 20], [m.Region(bytes(8), [1, 2])] * 2)
 PACKED = m.Packed(
     DIGEST, DIGEST, 64, "sha256", bytes(32), bytes(4), bytes(2), b"", 0, 0, REPORT, None
 )
@@ -52,8 +52,8 @@ REQUESTS: tuple[tuple[m.Message, m.Message], ...] = (
     (m.Fetch("a", DIGEST, ["sha256"], 0, 64), m.Fetched(MANIFEST2, PACKED)),
     (m.Fetch("a", DIGEST, ["sha256"], 0, 0), m.Fetched(MANIFEST2, None)),
     (
-        m.Connect([m.Rail(1, 2, bytes(16), 3, 16)] * 2),
-        m.Connected([m.Rail(3, 4, bytes(16), 3, 16)] * 2),
+        m.Connect([m.Rail(1, 2, bytes(16), 3, 16, 1)] * 2),
+        m.Connected([m.Rail(3, 4, bytes(16), 3, 16, 1)] * 2),
     ),
     (m.Status(), m.Counters({"opens": 3, "bytes": 1.5})),
 )

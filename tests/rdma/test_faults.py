@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 import rota
-from rota.rdma.rails import VerbsClient, VerbsPeer
+from rota.rdma.hosts import VerbsClient, VerbsPeer
 from rota.sched.web.failures import status_of
 
 from .fabric import MIB, Fabric, FakeDevice
@@ -28,8 +28,8 @@ class Rig:
         self.cases = json.loads((root / "ref.json").read_text())["cases"]
         self.fabric = Fabric()
         folders = {name: self.adapters / name for name in (ONE, TWO)}
-        self.running = serve(folders, verbs=VerbsPeer(FakeDevice(self.fabric)))
-        self.client = VerbsClient(FakeDevice(self.fabric), 16 * MIB)
+        self.running = serve(folders, verbs=VerbsPeer([FakeDevice(self.fabric)]))
+        self.client = VerbsClient([FakeDevice(self.fabric)], 16 * MIB)
         self.secret = kit.secret
 
     def engine(self, **more: Any) -> rota.Engine:

@@ -261,7 +261,7 @@ def test_limits_of_a_client(kit: Any, serve: Any, folder: Path) -> None:
     assert refusal(read(offset=1 << 48)).code == "read-out-of-range"
     assert refusal(read(shard=1)).code == "not-open"
     assert refusal(read(shard=-1, fingerprint="0" * 64)).code == "not-open"
-    rail = m.Rail(1, 1, bytes(16), 3, 1)
+    rail = m.Rail(1, 1, bytes(16), 3, 1, 0)
     assert refusal(lambda: link.call(m.Connect([rail]))).code == "no-verbs"
     read()()  # refusals cost nothing
     status = link.call(m.Status())

@@ -14,9 +14,9 @@ from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
+from rota.rdma.hosts import VerbsClient, VerbsPeer
 from rota.rdma.peer import PeerLimits
 from rota.rdma.pool import PeerPool
-from rota.rdma.rails import VerbsClient, VerbsPeer
 
 from .fabric import MIB, Fabric, FakeDevice
 from .proxy import Proxy
@@ -188,8 +188,8 @@ def test_limits(kit: Any, serve: Any, folder: Path) -> None:
 def test_rails_are_kept_with_their_connection(kit: Any, serve: Any, tmp_path: Path) -> None:
     fabric, pool = Fabric(), PeerPool()
     folder = kit.write(tmp_path / "big", kit.large, 100)
-    running = serve({"big": folder}, verbs=VerbsPeer(FakeDevice(fabric)))
-    client = VerbsClient(FakeDevice(fabric), 32 * MIB)
+    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]))
+    client = VerbsClient([FakeDevice(fabric)], 32 * MIB)
     source = Peer(
         running.address, "big", secret=kit.secret, packed="always", transport=client, rails=2,
         pool=pool,
@@ -213,8 +213,8 @@ def test_rails_are_kept_with_their_connection(kit: Any, serve: Any, tmp_path: Pa
 def test_refused_verbs_are_asked_for_anew(kit: Any, serve: Any, tmp_path: Path) -> None:
     fabric, pool = Fabric(), PeerPool()
     folder = kit.write(tmp_path / "big", kit.large, 100)
-    running = serve({"big": folder}, verbs=VerbsPeer(FakeDevice(fabric)))
-    client = VerbsClient(FakeDevice(fabric), 32 * MIB)
+    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]))
+    client = VerbsClient([FakeDevice(fabric)], 32 * MIB)
     source = Peer(running.address, "big", secret=kit.secret, transport=client, pool=pool)
     fabric.refuse_pair = True
     stage(source, kit.large)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rota.errors import InternalError, RotaError, StagingError
+from rota.errors import InternalError, RequestError, RotaError, StagingError
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
+from rota.rdma import messages as m
 from rota.rdma.client import Peer
-from rota.rdma.rails import VerbsClient, VerbsPeer
+from rota.rdma.hosts import VerbsClient, VerbsPeer
 from rota.rdma.region import Region
 
 from .fabric import Fabric, FakeDevice
@@ -28,11 +29,11 @@ class Bench:
         self.fabric = Fabric(seed)
         self.device = FakeDevice(self.fabric)
         self.now = 0.0
-        self.client = VerbsClient(self.device, 16 * MIB, self.clock)
+        self.client = VerbsClient([self.device], 16 * MIB, self.clock)
         self.source = Region(5 * MIB + MIB // 2)
         rng = np.random.default_rng(seed)
         self.source.array[:] = rng.integers(0, 256, self.source.nbytes, np.uint8)
-        self.device.register(self.source)
+        self.rkey = self.device.register(self.source)
         self.target = self.client.allocate(self.source.nbytes)
         self.rails = self.client.open(rails)
         self.rails.connect(self.rails.rails)
@@ -45,7 +46,7 @@ class Bench:
         seen: list[int] = []
         fields: dict[str, Any] = {
             "address": self.source.address,
-            "rkey": self.source.rkey,
+            "rkeys": [self.rkey],
             "deadline": self.now + 60,
             "cancelled": None,
             "landed": seen.append,
@@ -63,9 +64,7 @@ class Bench:
         again.connect(again.rails)
         self.fabric.stuck, self.fabric.status = False, {}
         landed: Callable[[int], None] = lambda count: None  # noqa: E731
-        again.read(
-            self.target, self.source.address, self.source.rkey or 0, self.now + 60, None, landed
-        )
+        again.read(self.target, self.source.address, [self.rkey], self.now + 60, None, landed)
         assert self.target.tobytes() == self.source.array.tobytes()
         again.close()
 
@@ -96,7 +95,7 @@ def test_an_error_completion(status: int, number: int, rails: int) -> None:
 
 
 def test_wrong_keys_and_places() -> None:
-    for change in ({"rkey": 5}, {"address": 4096}):
+    for change in ({"rkeys": [5]}, {"address": 4096}):
         bench = Bench()
         with pytest.raises(StagingError) as caught:
             bench.read(**change)
@@ -170,8 +169,8 @@ def test_the_arena_outlives_its_images() -> None:
 def verbs(serve: Any, kit: Any, tmp_path: Path) -> Any:
     folder = kit.write(tmp_path / "big", kit.large, 100)
     fabric = Fabric()
-    running = serve({"big": folder}, verbs=VerbsPeer(FakeDevice(fabric)))
-    client = VerbsClient(FakeDevice(fabric), 32 * MIB)
+    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]))
+    client = VerbsClient([FakeDevice(fabric)], 32 * MIB)
 
     def land(**more: Any) -> Any:
         fields: dict[str, Any] = {"secret": kit.secret, "transport": client} | more
@@ -236,3 +235,73 @@ def test_an_image_keeps_its_memory(verbs: Any) -> None:
     assert verbs.client.contains(first.image.buffer)
     del first, second
     assert verbs.client._arena.largest == free
+
+
+# -- several devices on each side
+
+
+class Cluster:
+    """A peer and a client with some devices each on one fabric."""
+
+    def __init__(self, serve: Any, kit: Any, tmp_path: Path, far: int, near: int) -> None:
+        folder = kit.write(tmp_path / "big", kit.large, 100)
+        self.fabric = Fabric()
+        self.far = [FakeDevice(self.fabric) for _ in range(far)]
+        self.near = [FakeDevice(self.fabric) for _ in range(near)]
+        self.running = serve({"big": folder}, verbs=VerbsPeer(self.far))
+        self.client = VerbsClient(self.near, 32 * MIB)
+        self.layout, self.secret = kit.large, kit.secret
+        self.disk = stage(DirectorySource(folder), kit.large).image.buffer.tobytes()
+
+    def land(self, **more: Any) -> bytes:
+        fields: dict[str, Any] = {"secret": self.secret, "transport": self.client} | more
+        return stage(
+            Peer(self.running.address, "big", **fields), self.layout
+        ).image.buffer.tobytes()
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+@pytest.mark.parametrize(
+    ("far", "near", "rails"), [(2, 2, 1), (2, 2, 3), (1, 2, 2), (3, 2, 5), (2, 3, 8), (8, 8, 8)]
+)
+def test_rails_over_several_devices(
+    serve: Any, kit: Any, tmp_path: Path, far: int, near: int, rails: int, packed: str
+) -> None:
+    """Every device of ours reads (as far as there are chunks), each from its own counterpart."""
+    cluster = Cluster(serve, kit, tmp_path, far, near)
+    assert cluster.land(rails=rails, packed=packed) == cluster.disk
+    posted = [device.posted for device in cluster.near]
+    chunks = sum(posted)
+    assert chunks > 4 and sum(count > 0 for count in posted) == min(near, chunks)
+    assert max(posted) - min(posted) <= max(1, chunks // 2)
+
+
+def test_memory_is_registered_with_all_devices_or_none(
+    serve: Any, kit: Any, tmp_path: Path
+) -> None:
+    cluster = Cluster(serve, kit, tmp_path, 2, 2)
+    cluster.far[1].refuse = True
+    assert cluster.land(packed="always") == cluster.disk  # by TCP
+    assert cluster.fabric.posted == 0 and not cluster.fabric.keys
+    assert cluster.running.peer.store.counters()["unregistered"] > 0
+
+
+def test_a_rail_on_a_device_without_a_key(serve: Any, kit: Any, tmp_path: Path) -> None:
+    """A peer that says so is refused before anything is read."""
+    bench = Bench(0, 2)
+    far = [m.Rail(7, 9, bytes(16), 3, 4, device) for device in (0, 1)]
+    bench.rails.connect(far)
+    with pytest.raises(StagingError) as caught:
+        bench.read()
+    assert caught.value.code == "bad-rails"
+    assert bench.fabric.posted == 0 and bench.fabric.open == 0
+
+
+def test_how_many_devices() -> None:
+    fabric = Fabric()
+    for count in (0, 9):
+        devices = [FakeDevice(fabric) for _ in range(count)]
+        for make in (lambda: VerbsPeer(devices), lambda: VerbsClient(devices, MIB)):  # noqa: B023
+            with pytest.raises(RequestError) as caught:
+                make()
+            assert caught.value.code == "bad-verbs-devices"

@@ -39,11 +39,11 @@ class FakeRegistrar:
             raise DeviceError("cannot allocate", code="verbs-failed")
         self.made += 1
         self.now.add(region)
-        region.rkey = self.made
+        region.rkeys = (self.made,)
 
     def unregister(self, region: Region) -> None:
         self.now.remove(region)
-        region.rkey = None
+        region.rkeys = ()
 
 
 def later(folder: Path) -> Any:
@@ -166,8 +166,8 @@ def test_what_the_device_refuses_is_served_by_tcp(kit: Any, folder: Path) -> Non
     registrar.refuse = True
     store = Store({"one": folder}, registrar=registrar)
     generation = store.open("one")
-    assert generation.shards[0].rkey is None
-    assert store.pack(generation, kit.small).region.rkey is None
+    assert generation.shards[0].rkeys == ()
+    assert store.pack(generation, kit.small).region.rkeys == ()
     assert store.counters()["unregistered"] == 2
     store.release(generation)
     store.close()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rota.errors import DeviceError, RequestError, RotaError
-from rota.rdma import verbs
+from rota.rdma import devices, verbs
 from rota.rdma.peercli import add_peer_parser, parse_adapters, run_peer
 
 
@@ -31,6 +33,16 @@ def test_no_pyverbs_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.name for record in caplog.records] == ["rota.rdma.verbs"] * 2
     for record in caplog.records:
         assert "TCP" in record.getMessage() and "python3-pyverbs" in record.getMessage()
+
+
+def test_devices_by_list() -> None:
+    assert devices.parse_devices("rxe0") == [("rxe0", None)]
+    assert devices.parse_devices("mlx5_0:3, mlx5_1") == [("mlx5_0", 3), ("mlx5_1", None)]
+    nine = ",".join(f"d{i}" for i in range(9))
+    for wrong in ("", "a,", ":1", "a:", "a:x", "a:256", "a:-1", "a,a:1", nine):
+        with pytest.raises(RequestError) as caught:
+            devices.parse_devices(wrong)
+        assert caught.value.code == "bad-verbs-devices"
 
 
 @pytest.mark.usefixtures("without_pyverbs")
@@ -110,3 +122,24 @@ def test_the_command_serves_and_stops(kit: Any, tmp_path: Path) -> None:
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+@pytest.mark.parametrize(
+    ("code", "takes"), [(errno.EOPNOTSUPP, False), (errno.EBADF, True), (0, False)]
+)
+def test_the_probe_for_device_memory(code: int, takes: bool) -> None:
+    """What the driver answers to a descriptor that is none."""
+
+    class Failed(Exception):
+        error_code = code
+
+    def register(*_: Any, dmabuf: int) -> Any:
+        assert dmabuf == -1
+        raise Failed("Failed to register a dma-buf MR")
+
+    device = object.__new__(verbs.Device)
+    device.pd = None
+    device.lib = SimpleNamespace(  # type: ignore[assignment]
+        mr=SimpleNamespace(DmaBufMR=register), enums=SimpleNamespace(IBV_ACCESS_LOCAL_WRITE=1)
+    )
+    assert device.takes_device_memory() is takes

@@ -1,4 +1,4 @@
-"""Real verbs: two devices joined by a cable, a peer in a process of its own, adapters to land.
+"""Real verbs: pairs of devices joined by a cable, a peer in a process of its own, adapters to land.
 
 The tests run in the guest of ``.ci/rdma``; elsewhere each is skipped with the reason.
 """
@@ -26,7 +26,7 @@ from rota.gpu.lora.layout import SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.rdma.client import Peer
-from rota.rdma.rails import VerbsClient
+from rota.rdma.hosts import VerbsClient
 from rota.rdma.verbs import Device
 
 HERE = Path(__file__).resolve().parent
@@ -38,9 +38,9 @@ ARENA = 96 << 20
 
 
 def no_verbs() -> str | None:
-    """Why there are not two verbs devices here, or ``None``."""
+    """Why there are not two pairs of verbs devices here, or ``None``."""
     try:
-        for name in ("rxe0", "rxe1"):
+        for name in ("rxe0", "rxe1", "rxe2", "rxe3"):
             Device(name).close()
     except DeviceError as error:
         return f"real verbs run in the guest of .ci/rdma; here: {error.message}"
@@ -91,17 +91,18 @@ def write_adapter(folder: Path, layout: SlotLayout, rank: int, seed: int, dtype:
 
 
 class PeerProcess:
-    """``rota peer`` on rxe1 in a process of its own."""
+    """``rota peer`` in a process of its own, on rxe1 unless it is told."""
 
     def __init__(
         self,
         folders: dict[str, Path],
         secret: Path | None,
         *more: str,
+        devices: str = "rxe1",
         prefix: tuple[str, ...] = (),
     ) -> None:
         names = [f"{name}={path}" for name, path in folders.items()]
-        arguments = [*names, "--port", "0", "--rdma-device", "rxe1", *more]
+        arguments = [*names, "--port", "0", "--rdma-device", devices, *more]
         if secret is not None:
             arguments += ["--secret-file", str(secret)]
         self.process = subprocess.Popen(
@@ -183,7 +184,7 @@ def device() -> Device:
 @pytest.fixture(scope="session")
 def transport(device: Device) -> Iterator[VerbsClient]:
     """One registration for the whole session."""
-    made = VerbsClient(device, ARENA)
+    made = VerbsClient([device], ARENA)
     yield made
     gc.collect()  # a caught error and its frames are a cycle, and may hold a block
     made.close()

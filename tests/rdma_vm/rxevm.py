@@ -67,31 +67,42 @@ exec $BB switch_root /guest /bin/sh /run/job.sh
 JOB = r"""
 ip link set lo up
 ip link add va mtu 4200 type veth peer name vb mtu 4200
-for d in va vb; do
+ip link add vc mtu 4200 type veth peer name vd mtu 4200
+for d in va vb vc vd; do
   echo 1 > /proc/sys/net/ipv4/conf/$d/accept_local
   echo 0 > /proc/sys/net/ipv4/conf/$d/rp_filter
 done
 echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter
 echo 1 > /proc/sys/net/ipv4/conf/all/accept_local
 ip addr add 10.77.0.1/32 dev va; ip addr add 10.77.0.2/32 dev vb
+ip addr add 10.77.1.1/32 dev vc; ip addr add 10.77.1.2/32 dev vd
 cat > /run/rxevm/mend <<'MEND'
 #!/bin/sh
 set -e
-ip link set va up; ip link set vb up
-ip route replace 10.77.0.2/32 dev va table 10; ip route replace 10.77.0.1/32 dev vb table 11
-ip neigh replace 10.77.0.2 lladdr $(cat /sys/class/net/vb/address) nud permanent dev va
-ip neigh replace 10.77.0.1 lladdr $(cat /sys/class/net/va/address) nud permanent dev vb
+cable() {
+  ip link set $2 up; ip link set $3 up
+  ip route replace 10.77.$1.2/32 dev $2 table 1${1}0
+  ip route replace 10.77.$1.1/32 dev $3 table 1${1}1
+  ip neigh replace 10.77.$1.2 lladdr $(cat /sys/class/net/$3/address) nud permanent dev $2
+  ip neigh replace 10.77.$1.1 lladdr $(cat /sys/class/net/$2/address) nud permanent dev $3
+}
+cable 0 va vb
+cable 1 vc vd
 MEND
 chmod +x /run/rxevm/mend
-ip rule add pref 100 lookup local; ip rule del pref 0
-ip rule add pref 10 iif lo from 10.77.0.1 to 10.77.0.2 lookup 10
-ip rule add pref 11 iif lo from 10.77.0.2 to 10.77.0.1 lookup 11
+ip rule add pref 1000 lookup local; ip rule del pref 0
+for n in 0 1; do
+  ip rule add pref 1${n}0 iif lo from 10.77.$n.1 to 10.77.$n.2 lookup 1${n}0
+  ip rule add pref 1${n}1 iif lo from 10.77.$n.2 to 10.77.$n.1 lookup 1${n}1
+done
 /run/rxevm/mend
 # RDMA wants a fabric that drops nothing: eight rails send 2048 packets at once, and the default
 # backlog holds 1000.
 echo 16384 > /proc/sys/net/core/netdev_max_backlog
 rdma link add rxe0 type rxe netdev va || echo "rxevm: rdma link add failed"
 rdma link add rxe1 type rxe netdev vb || echo "rxevm: rdma link add failed"
+rdma link add rxe2 type rxe netdev vc || echo "rxevm: rdma link add failed"
+rdma link add rxe3 type rxe netdev vd || echo "rxevm: rdma link add failed"
 ulimit -l unlimited
 export @@ENV@@
 cd @@CWD@@

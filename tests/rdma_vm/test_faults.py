@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from rota.errors import StagingError
+from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
-from rota.rdma.rails import ClientRails, VerbsClient
+from rota.rdma.hosts import VerbsClient
+from rota.rdma.rails import ClientRails
 
 from .conftest import LARGE, PeerProcess, write_adapter
 
@@ -35,8 +37,10 @@ class Meddling:
         rails, meddle = self._transport.open(count), self._meddle
         read = rails.read
 
-        def other(target: Any, address: int, rkey: int, *more: Any, **named: Any) -> None:
-            read(target, *meddle(address, rkey), *more, **named)
+        def other(target: Any, address: int, rkeys: list[int], *more: Any, **named: Any) -> None:
+            [rkey] = rkeys
+            address, rkey = meddle(address, rkey)
+            read(target, address, [rkey], *more, **named)
 
         rails.read = other  # type: ignore[method-assign]
         return rails
@@ -84,15 +88,18 @@ def test_bytes_with_another_digest(
         regions.append((address, rkey))
         return address, rkey
 
-    with source("large-f32", transport=Meddling(transport, note))._session(None) as session:
-        from rota.gpu.lora.safefile import FileLimits
+    stage(source("large-f32", transport=Meddling(transport, note)), LARGE)
+    [there] = regions
+    # Held open, so that the memory stays registered.
+    holding = source("large-f32")
+    errors: list[StagingError] = []
 
-        other = source("large-f32", transport=Meddling(transport, note))
-        packed = other._pack(session, other._open(session, FileLimits()), LARGE)
-        assert packed.region is not None
-        there = int.from_bytes(packed.region.address, "little"), packed.region.rkey
-        error = refused(source("large", transport=Meddling(transport, lambda *_: there)))
-    assert error.code == "digest-mismatch"
+    def misled(session: Any) -> None:
+        holding._open(session, FileLimits())
+        errors.append(refused(source("large", transport=Meddling(transport, lambda *_: there))))
+
+    holding._over(None, misled)
+    assert errors[0].code == "digest-mismatch"
     lands(source("large"), expected)
 
 

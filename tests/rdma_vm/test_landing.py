@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -13,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rota.errors import InternalError, RejectError
+from rota.errors import InternalError, RejectError, StagingError
 from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
+from rota.rdma import messages as m
 from rota.rdma.address import parse_address
 from rota.rdma.client import Peer
+from rota.rdma.hosts import VerbsClient
 from rota.rdma.link import SocketStream
-from rota.rdma.rails import VerbsClient
 from rota.rdma.verbs import Device
 from rota.rdma.wire1 import GotManifest, QueuePair1, Ready, ServerRails, Wire1Client
 
@@ -109,16 +111,51 @@ def test_large_adapters_by_several_rails(
     assert seen == sorted(seen) and seen[-1] > 0
 
 
+def packets(device: str) -> int:
+    """Packets the device has received so far."""
+    path = Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters/rcvd_pkts")
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("rails", [1, 3, 8])
+def test_rails_over_two_devices(
+    folders: dict[str, Path],
+    secret: Path,
+    on_disk: Callable[[str], StagedAdapter],
+    source: Callable[..., Peer],
+    rails: int,
+) -> None:
+    """Two cables carry one image; with one of them cut it fails by name, and mended it lands."""
+    served = PeerProcess({"large": folders["large"]}, secret, devices="rxe1,rxe3")
+    mine = VerbsClient([Device("rxe0"), Device("rxe2")], 64 << 20)
+    made = source("large", address=served.address, transport=mine, rails=rails)
+    before = [packets(name) for name in ("rxe0", "rxe2")]
+    same(stage(made, LARGE), on_disk("large"))
+    came = [packets(name) - was for name, was in zip(("rxe0", "rxe2"), before, strict=True)]
+    # 17 MB in packets of at most 4 KiB, by halves or (three rails) two thirds and one.
+    assert min(came) > LARGE.slot_bytes / 4096 / 4, came
+    subprocess.run(["ip", "link", "set", "vd", "down"], check=True)
+    try:
+        with pytest.raises(StagingError) as caught:
+            stage(made, LARGE)
+        assert caught.value.code == "rdma-read-failed"
+    finally:
+        subprocess.run(["/run/rxevm/mend"], check=True)
+    del caught
+    gc.collect()
+    same(stage(made, LARGE), on_disk("large"))
+    gc.collect()
+    mine.close()
+    served.stop()
+
+
 def test_bytes_went_by_verbs(peer: PeerProcess, source: Callable[..., Peer]) -> None:
     """The peer's sockets carry far fewer bytes than the image has."""
 
     def sent() -> float:
-        with source("large")._session(None) as session:
-            from rota.rdma import messages as m
-
-            answer = session.link.call(m.Status())
-            assert isinstance(answer, m.Counters)
-            return answer.values["bytes_sent"]
+        answer = source("large")._over(None, lambda session: session.link.call(m.Status()))
+        assert isinstance(answer, m.Counters)
+        return answer.values["bytes_sent"]
 
     before = sent()
     landed = stage(source("large"), LARGE)
@@ -147,7 +184,7 @@ def test_a_hundred_promotions_register_once(
 
 
 def test_memory_is_not_freed_under_an_image(device: Device) -> None:
-    mine = VerbsClient(Device("rxe0"), 1 << 20)
+    mine = VerbsClient([Device("rxe0")], 1 << 20)
     block: Any = mine.allocate(5000)
     with pytest.raises(InternalError) as caught:
         mine.close()
@@ -172,7 +209,7 @@ def test_a_read_only_file_cannot_be_registered(tmp_path: Path, device: Device) -
     region.address = np.frombuffer(mapped, np.uint8).ctypes.data
     with pytest.raises(DeviceError) as caught:
         device.register(region)
-    assert caught.value.code == "verbs-failed" and region.rkey is None
+    assert caught.value.code == "verbs-failed"
     region.close()
 
 
@@ -180,10 +217,9 @@ def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device
     """The reference exchange, then one READ of each tensor."""
     from rota.gpu.lora.directory import read_directory
     from rota.gpu.lora.safefile import FileLimits, parse_shards
-    from rota.rdma.messages import Rail
 
     served = PeerProcess({"large-f32": folders["large-f32"]}, None, "--version1")
-    mine = VerbsClient(Device("rxe0"), 32 << 20)
+    mine = VerbsClient([Device("rxe0")], 32 << 20)
     stream = SocketStream(parse_address(served.address), 5.0)
     rails = mine.open(2)
     proto, until = Wire1Client("some/where/large-f32"), mine._clock() + 60
@@ -201,7 +237,7 @@ def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device
             elif isinstance(event, ServerRails):
                 own = [QueuePair1(r.qpn, r.psn, r.gid) for r in rails.rails]
                 rails.connect(
-                    [Rail(s.pair.qpn, s.pair.psn, s.pair.gid, 3, 16) for s in event.rails]
+                    [m.Rail(s.pair.qpn, s.pair.psn, s.pair.gid, 3, 16, 0) for s in event.rails]
                 )
                 proto.send_rails(own)
             else:
@@ -214,7 +250,7 @@ def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device
     for tensor in manifest.tensors:
         base, rkey = seen["ServerRails"].rails[0].regions[tensor.shard]
         part = target[: tensor.length]
-        rails.read(part, base + tensor.offset, rkey, until, None, lambda _: None)
+        rails.read(part, base + tensor.offset, [rkey], until, None, lambda _: None)
         assert part.tobytes() == disk[tensor.name]
     rails.close()
     stream.close()
@@ -255,3 +291,8 @@ def test_an_engine_that_may_not_register_says_so_and_has_tcp() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("adapters come by TCP") == 1
+
+
+def test_the_probe_for_device_memory(device: Device) -> None:
+    """Soft-RoCE has no dmabuf support, and says so without a card."""
+    assert device.takes_device_memory() is False

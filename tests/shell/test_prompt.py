@@ -1,0 +1,83 @@
+"""The interpreter's switch interval is short for as long as something is staged, no longer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from rota.errors import StagingError
+from rota.sched.prompt import SWITCH_S, prompt_switching
+from rota.sched.staging import Stager
+
+USUAL = 0.005
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(USUAL)
+    yield
+    sys.setswitchinterval(before)
+
+
+def now() -> Any:
+    return pytest.approx(sys.getswitchinterval())
+
+
+@pytest.mark.parametrize("before", [USUAL, SWITCH_S, 0.0001])
+def test_it_is_shortened_and_put_back(before: float) -> None:
+    sys.setswitchinterval(before)
+    with pytest.raises(KeyError), prompt_switching():
+        assert now() == min(before, SWITCH_S)
+        raise KeyError
+    assert now() == before
+
+
+def test_two_that_overlap_leave_nothing_behind() -> None:
+    first, second = prompt_switching(), prompt_switching()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert now() == USUAL
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_as_long_as_something_is_staged() -> None:
+    go = [threading.Event(), threading.Event()]
+
+    begun: list[int] = []
+
+    def stage(source: int, cancelled: Any, held: Any) -> Any:
+        begun.append(source)
+        assert go[source].wait(30)
+        raise StagingError("no", code="stage-io")
+
+    stager = Stager(stage, workers=2, clock_ns=lambda: 0)
+    ended: list[int] = []
+
+    async def run(number: int) -> None:
+        with pytest.raises(StagingError):
+            await stager.run(number, number)
+        ended.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        assert now() == USUAL
+        tasks.start_soon(run, 0)
+        tasks.start_soon(run, 1)
+        while len(begun) < 2:
+            await anyio.lowlevel.checkpoint()
+        assert now() == SWITCH_S
+        go[0].set()
+        while ended != [0]:
+            await anyio.lowlevel.checkpoint()
+        assert now() == SWITCH_S
+        go[1].set()
+    assert now() == USUAL
