@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from ..errors import CapacityError, RejectError
 from ..gpu.lora import safefile
-from ..gpu.lora.audit import check_targets
 from ..gpu.lora.buffers import blank
 from ..gpu.lora.config import parse_config
 from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import SlotLayout
 from ..gpu.lora.pack import reuse_buffer
 from ..gpu.lora.stage import Held, StagedAdapter, StageLimits
+from ..gpu.lora.targets import check_targets
 from . import messages as m
 from .hashes import KNOWN
 from .layouts import check_packed, layout_spec

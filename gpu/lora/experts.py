@@ -4,12 +4,14 @@ What it owns: nothing. Invariant: values are moved, never changed. Layouts (PEFT
 `tuners/lora/layer.py`, ParamWrapper): A ``[E * r, in]`` with the expert slowest, B ``[out, r * E]``
 with the expert fastest; files of PEFT before 0.19.1 have in and out of both swapped, which is the
 same delta with the factors' roles exchanged. Where two parameters of one module are wrapped, the
-first (gate_up_proj) has ``base_layer`` in its key; a single one has not.
+first (gate_up_proj) has ``base_layer`` in its key; a single one has not. Megatron-Bridge and mlx-lm
+write 3-D factors under the parameter's own name, which need no such reading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -29,14 +31,30 @@ _DOWN: Final = "down_proj"
 _PARTS: Final = {
     _GATE_UP: (LoraModule.EXPERT_GATE_PROJ, LoraModule.EXPERT_UP_PROJ),
     _DOWN: (LoraModule.EXPERT_DOWN_PROJ,),
+    "gate_proj": (LoraModule.EXPERT_GATE_PROJ,),
+    "up_proj": (LoraModule.EXPERT_UP_PROJ,),
 }
 
 
-def parameter_name(key: PairKey) -> str:
-    """The name PEFT matches target_parameters on, of a place that a parameter may be."""
-    if key.module is LoraModule.ROUTER:
-        return key.module_name + ".weight"
-    return key.module_name
+def named_parameter(key: PairKey, config: PeftConfig) -> str | None:
+    """The name by which target_parameters selects a place, or ``None`` where it does not.
+
+    Of the embedding it never does: factors of its weight have another layout than those of
+    embed_tokens as a module.
+    """
+    if not config.target_parameters or key.module is LoraModule.EMBED_TOKENS:
+        return None
+    name = key.module_name if key.module in EXPERT_MODULES else key.module_name + ".weight"
+    return name if match_name(name, config.target_parameters) is not None else None
+
+
+def module_names(key: PairKey) -> tuple[str, ...]:
+    """The names target_modules may select a place by."""
+    if key.module not in EXPERT_MODULES:
+        return (*key.names, key.module_name)
+    # Trainers name an expert's modules also where their files have all experts in one tensor.
+    stem = key.module_name.rpartition(".")[0]
+    return key.module_name, f"{stem}.{key.module.leaf}"
 
 
 def take_apart(
@@ -51,15 +69,18 @@ def take_apart(
     for key, a in wrapped.items():
         if key.half != "A":
             continue
-        other = ExpertsKey(key.layer, "B", key.inner, key.module_name, key.adapter_name)
+        other = replace(key, half="B")
         b = wrapped.get(other)
         if b is None:
             raise _unpaired(a, "A")
+        if key.parameter is not None:
+            made += _stacked(key, key.parameter, a, b, config, layout)
+            continue
         parameter = _parameter(key, config, wrapped, a)
         made += _split(key, parameter, a, b, config, layout)
-    halves = {(key.layer, key.inner, key.half) for key in wrapped}
+    halves = {(key.layer, key.inner, key.parameter, key.half) for key in wrapped}
     for key, tensor in wrapped.items():
-        if (key.layer, key.inner, "A") not in halves:
+        if (key.layer, key.inner, key.parameter, "A") not in halves:
             raise _unpaired(tensor, "B")
     return made
 
@@ -118,13 +139,49 @@ def _split(
     else:
         first = np.ascontiguousarray(last.transpose(0, 2, 1))
         second = np.ascontiguousarray(by_expert.transpose(0, 2, 1))
+    return _each(key, name, modules, (a, first), (b, second), layout)
+
+
+def _stacked(
+    key: ExpertsKey, parameter: str, a: Tensor, b: Tensor, config: PeftConfig, layout: SlotLayout
+) -> list[Placed]:
+    """Factors ``[experts, r, in]`` and ``[experts, out, r]``; a leading 1 is common to all."""
+    modules, experts = _PARTS[parameter], layout.dims.experts
+    name = f"{key.module_name}.{parameter}"
+    n_out, n_in = sum(layout.dims.shape(m)[0] for m in modules), layout.dims.shape(modules[0])[1]
+    rank = config.rank(name)
+    for tensor, shape in ((a, (rank, n_in)), (b, (n_out, rank))):
+        if tensor.shape not in ((experts, *shape), (1, *shape)):
+            raise RejectError(
+                "a factor of the experts has the wrong shape",
+                code="shape-mismatch",
+                subject=tensor.key,
+                expected=[f"{experts} or 1", *shape],
+                found=list(tensor.shape),
+            )
+    first, second = (
+        np.broadcast_to(file_array(tensor), (experts, *tensor.shape[1:])) for tensor in (a, b)
+    )
+    return _each(key, name, modules, (a, first), (b, second), layout)
+
+
+def _each(
+    key: ExpertsKey,
+    name: str,
+    modules: tuple[LoraModule, ...],
+    a: tuple[Tensor, npt.NDArray[np.generic]],
+    b: tuple[Tensor, npt.NDArray[np.generic]],
+    layout: SlotLayout,
+) -> list[Placed]:
+    """A pair a module and expert. ``a``, ``b``: the file's tensor, and values by expert."""
     made: list[Placed] = []
-    for expert in range(experts):
+    for expert in range(layout.dims.experts):
         row = 0
-        for module, height in zip(modules, heights, strict=True):
-            part = second[expert, row : row + height]
+        for module in modules:
+            height = layout.dims.shape(module)[0]
+            part = b[1][expert, row : row + height]
             row += height
-            for half, like, values in (("A", a, first[expert]), ("B", b, part)):
+            for half, like, values in (("A", a[0], a[1][expert]), ("B", b[0], part)):
                 made.append((_place(key, module, half, name, expert), _tensor(like, values)))
     return made
 

@@ -19,7 +19,7 @@ from ...errors import RejectError
 from .config import PeftConfig
 from .dims import TOKEN_MODULES, LoraModule, ModelDims
 from .image import SlotImage
-from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey, classify
+from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey, PartKey, classify
 from .layout import MAX_RANK_LIMIT, SlotLayout
 from .pack import file_array
 from .report import delta_norms
@@ -109,7 +109,7 @@ def guess_layout(config: PeftConfig, tensors: Sequence[Tensor]) -> SlotLayout:
             hidden = hidden or tensor.shape[1]
             vocab = max(vocab, tensor.shape[0] if key.kind != "rows" else 0)
             continue
-        if isinstance(key, ExpertsKey):  # never of a dense base
+        if isinstance(key, (ExpertsKey, PartKey)):  # never of a dense base
             continue
         if isinstance(key, PairKey) and key.module in TOKEN_MODULES:
             # A is [r, vocab] of the embedding and [r, hidden] of the head, B the other way round.

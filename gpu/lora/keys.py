@@ -36,6 +36,8 @@ FUSED: Final = {
     ("linear_attn", "in_proj_ba"): (LoraModule.IN_PROJ_B, LoraModule.IN_PROJ_A),
 }
 """Modules of checkpoints whose projections are stacked row by row; a split base takes the parts."""
+PARTS_OF_QKV: Final = {"in_proj_q": 0, "in_proj_k": 1, "in_proj_v": 2}
+_OF_ALL_EXPERTS: Final = ("gate_up_proj", *_EXPERT_LEAVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,38 @@ class PairKey:
     module_name: str
     adapter_name: str | None = None
     expert: int = 0
+    parts: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the modules its rank is the sum over: its own, or those of its ``parts``."""
+        return self.parts or (self.module_name,)
+
+
+@dataclass(frozen=True, slots=True)
+class PartKey:
+    """A factor of in_proj_q, in_proj_k or in_proj_v (``part`` 0, 1, 2) of a split in_proj_qkv."""
+
+    layer: int
+    part: int
+    half: Half
+    module_name: str
+    adapter_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKey:
-    """A factor of all experts in one tensor; ``inner`` where ``base_layer`` stands in the key."""
+    """A factor of all experts in one tensor; ``inner`` where ``base_layer`` stands in the key.
+
+    ``parameter``: its name where the key has it, as for factors ``[experts, ...]``; else ``None``.
+    """
 
     layer: int
     half: Half
     inner: bool
     module_name: str
     adapter_name: str | None = None
+    parameter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +110,8 @@ class OverlayKey:
     kind: Literal["full", "rows", "base"]
     adapter_name: str | None = None
 
+
+Key = PairKey | PartKey | FusedKey | ExpertsKey | OverlayKey
 
 # Parameter -> what follows it -> what that is. Longer endings first.
 _PARAMETERS: Final[dict[str, dict[tuple[str, ...], Half]]] = {
@@ -125,7 +150,7 @@ def canonical_keys(dims: ModelDims) -> Iterator[tuple[str, PairKey]]:
                     yield key, PairKey(layer, module, half, name)
 
 
-def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | OverlayKey:
+def classify(key: str, dims: ModelDims) -> Key:
     """The place a tensor key names.
 
     Raises:
@@ -172,6 +197,8 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | Ove
             found=layer,
         )
     path = tail[1:]
+    if path[:2] == ["mlp", "switch_mlp"]:  # mlx-lm's name for them
+        path[1] = "experts"
     if path[:2] == ["mlp", "experts"]:
         return _expert(path[2:], layer, half, ".".join(module_parts), adapter_name, key, dims)
     module = _BY_PATH.get(".".join(path))
@@ -180,6 +207,11 @@ def classify(key: str, dims: ModelDims) -> PairKey | FusedKey | ExpertsKey | Ove
         return FusedKey(layer, fused, half, ".".join(module_parts), adapter_name)
     if fused is not None and path[0] == _GDN_PARENT:
         module = fused[0]
+    split = PARTS_OF_QKV.get(path[1]) if path[0] == _GDN_PARENT and len(path) == 2 else None
+    if split is not None and dims.applies_to_layer(layer, LoraModule.IN_PROJ_QKV):
+        if half not in ("A", "B"):
+            raise _refuse("unsupported-module", "parts of a projection take plain factors", key)
+        return PartKey(layer, split, half, ".".join(module_parts), adapter_name)
     if module is None or module not in dims.modules:
         if path[0] == _GDN_PARENT:
             raise _refuse("gdn-target", "the model has no such gated delta net module", key)
@@ -218,13 +250,16 @@ def _expert(
         raise _refuse("expert-lora-no-room", "slots have no room for expert adapters", key)
     if path in ([], ["base_layer"]):
         return ExpertsKey(layer, half, bool(path), name.removesuffix(".base_layer"), adapter_name)
+    if len(path) == 1 and path[0] in _OF_ALL_EXPERTS:
+        stem = name.rpartition(".")[0].replace("switch_mlp", "experts")
+        return ExpertsKey(layer, half, False, stem, adapter_name, path[0])
     module = _EXPERT_LEAVES.get(path[1]) if len(path) == 2 else None
     if module is None:
         raise _refuse(
             "unsupported-module",
             "not a module of an expert",
             key,
-            expected="N.gate_proj, N.up_proj or N.down_proj",
+            expected="gate_up_proj, gate_proj, up_proj or down_proj, of all or of number N",
             found=".".join(path)[:80],
         )
     if not path[0].isascii() or not path[0].isdigit() or len(path[0]) > MAX_INDEX_DIGITS:

@@ -54,7 +54,7 @@ def to_peft_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "lora_alpha": float(scale) * rank,
         "use_rslora": False,
         "use_dora": kind == "dora",
-        "target_modules": keys,
+        "target_modules": _names(keys),
     }
 
 
@@ -70,7 +70,9 @@ def to_peft_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
         key, shape, block = f"{_PREFIX}{stem}.{named}", tensor.shape, tensor.data
         if len(shape) == 2:
             block = np.ascontiguousarray(file_array(tensor).T).reshape(-1).view(np.uint8)
-        made.append(Tensor(key, tensor.dtype, shape[::-1], block, 0, block.nbytes))
+            shape = shape[::-1]
+        # Factors of experts are [experts, r, in] and [experts, out, r] there as well.
+        made.append(Tensor(key, tensor.dtype, shape, block, 0, block.nbytes))
     return made
 
 
@@ -82,3 +84,10 @@ def _not_lora(field: str, expected: str, found: object) -> RejectError:
         expected=expected,
         found=repr(found)[:80],
     )
+
+
+def _names(keys: Any) -> Any:
+    """Its names of modules as checkpoints have them; what is no list is the config's to refuse."""
+    if type(keys) is not list:
+        return keys
+    return [k.replace("switch_mlp", "experts") if isinstance(k, str) else k for k in keys]

@@ -17,12 +17,11 @@ from typing import Final
 from ...errors import RejectError
 from .config import PeftConfig
 from .dims import TOKEN_MODULES, LoraModule
-from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey
+from .keys import Key, PairKey
 from .layout import SlotLayout
 from .safefile import Tensor
 
 TOKEN_LEAVES: Final = frozenset(module.leaf for module in TOKEN_MODULES)
-Key = PairKey | FusedKey | ExpertsKey | OverlayKey
 
 
 def check_target(target: str, config: PeftConfig, layout: SlotLayout) -> None:

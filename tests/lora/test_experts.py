@@ -100,13 +100,40 @@ def one_by_one(tensors: Tensors) -> Tensors:
     return made
 
 
-@pytest.mark.parametrize("change", [swap, one_by_one])
+def stacked(tensors: Tensors) -> Tensors:
+    """3-D tensors under the parameter's own name, as Megatron-Bridge writes them."""
+    made: Tensors = {}
+    for key, value in tensors.items():
+        name = "gate_up_proj" if "base_layer" in key else "down_proj"
+        at = key.split("base_layer")[0].split("lora_")[0]
+        if "lora_A" in key:
+            made[f"{at}{name}.lora_A.weight"] = value.reshape(E, R, -1)
+        else:
+            made[f"{at}{name}.lora_B.weight"] = value.reshape(-1, R, E).permute(2, 0, 1)
+    return made
+
+
+def switch_mlp(tensors: Tensors) -> Tensors:
+    """Each module of all experts in a 3-D tensor, under mlx-lm's name for the block."""
+    made: Tensors = {}
+    for key, value in stacked(tensors).items():
+        key = key.replace("mlp.experts", "mlp.switch_mlp")
+        if "gate_up" not in key:
+            made[key] = value
+            continue
+        for name, rows in (("gate", slice(0, I)), ("up", slice(I, 2 * I))):
+            part = value if "lora_A" in key else value[:, rows]
+            made[key.replace("gate_up", name)] = part.clone()
+    return made
+
+
+@pytest.mark.parametrize("change", [swap, one_by_one, stacked, switch_mlp])
 def test_other_layouts_give_the_same_image(
     root: Path, layout: SlotLayout, change: Callable[[Tensors], Tensors]
 ) -> None:
     tensors, config = read(root, "experts")
     expected = staged(tensors, config, layout)
-    if change is one_by_one:
+    if change is not swap:
         names = ["gate_proj", "up_proj", "down_proj"]
         config |= {"target_parameters": None, "target_modules": names}
     found = staged(change(tensors), config, layout)
@@ -129,6 +156,45 @@ def test_without_room_the_bytes_it_needs_are_named(root: Path) -> None:
     assert f"{wide.slot_bytes - plain.slot_bytes} bytes more in each slot" in found.expected
     # The router and everything else of the same model need no such room.
     assert stage(DirectorySource(root / "adapters" / "router"), plain).report.pairs == 4
+
+
+def test_a_factor_common_to_all_experts(root: Path, layout: SlotLayout) -> None:
+    tensors, config = read(root, "experts")
+    key = "base_model.model.model.layers.1.mlp.experts.down_proj.lora_A.weight"
+    made = stacked(tensors)
+    shared = made | {key: made[key][3:4].clone()}
+    every = made | {key: made[key][3:4].expand(E, R, I).clone()}
+    found, expected = staged(shared, config, layout), staged(every, config, layout)
+    assert np.array_equal(found.image.buffer, expected.image.buffer)
+    error = refusal(made | {key: made[key][:2].clone()}, config, layout)
+    assert (error.code, error.subject) == ("shape-mismatch", key)
+    error = refusal({k: v for k, v in made.items() if k != key}, config, layout)
+    assert (error.code, error.subject) == ("unpaired-tensor", key.replace("lora_A", "lora_B"))
+    error = refusal(made, config | {"target_parameters": ["mlp.experts.down_proj"]}, layout)
+    assert error.code == "untargeted-tensor"
+
+
+def test_mlx_writes_the_same_under_its_own_names(root: Path, layout: SlotLayout) -> None:
+    tensors, config = read(root, "experts")
+    expected = staged(tensors, config, layout)
+    made = {
+        key.removeprefix("base_model.model.")
+        .replace("lora_A.weight", "lora_a")
+        .replace("lora_B.weight", "lora_b"): value
+        for key, value in switch_mlp(tensors).items()
+    }
+    keys = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
+    scale = {"rank": R, "scale": config["lora_alpha"] / R, "keys": keys}
+    found = staged(made, {"fine_tune_type": "lora", "lora_parameters": scale}, layout)
+    assert np.array_equal(found.image.buffer, expected.image.buffer)
+    assert np.array_equal(found.image.scales, expected.image.scales)
+
+
+def test_dora_of_experts_is_refused_by_name(root: Path, layout: SlotLayout) -> None:
+    tensors, config = read(root, "experts")
+    key = "base_model.model.model.layers.1.mlp.experts.lora_magnitude_vector"
+    found = refusal(tensors | {key: torch.ones(H)}, config | {"use_dora": True}, layout)
+    assert (found.code, found.subject) == ("unsupported-module", key)
 
 
 def test_experts_may_have_less_rank_than_the_rest(root: Path) -> None:

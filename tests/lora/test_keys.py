@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from rota.errors import ModelError, RejectError
 from rota.gpu.lora.dims import TOKEN_MODULES, LoraModule, ModelDims
 from rota.gpu.lora.fused import grouped_rows
-from rota.gpu.lora.keys import ExpertsKey, FusedKey, OverlayKey, PairKey, canonical_keys, classify
+from rota.gpu.lora.keys import (
+    ExpertsKey,
+    FusedKey,
+    OverlayKey,
+    PairKey,
+    PartKey,
+    canonical_keys,
+    classify,
+)
 
 Q = "layers.1.self_attn.q_proj"
 ACCEPTED = [
@@ -236,6 +244,7 @@ def test_every_key_gets_exactly_one_answer(key: str) -> None:
     except RejectError as refusal:
         assert refusal.subject == key[:300]
         return
+    assert not isinstance(found, (ExpertsKey, PartKey))  # not of a dense model
     if isinstance(found, PairKey) and found.module in TOKEN_MODULES:
         assert found.layer == dims.num_layers
     elif isinstance(found, PairKey):
@@ -351,7 +360,7 @@ def test_expert_places() -> None:
         (EXPERTS, ".x.up_proj", "malformed-expert-index"),
         (EXPERTS, ".-1.up_proj", "malformed-expert-index"),
         (EXPERTS, ".0.router", "unsupported-module"),
-        (EXPERTS, ".gate_up_proj", "unsupported-module"),
+        (EXPERTS, ".gate_up_proj.x", "unsupported-module"),
     ],
 )
 def test_expert_refusals(dims: ModelDims, path: str, code: str) -> None:

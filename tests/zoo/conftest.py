@@ -17,14 +17,14 @@ from rota.gpu.model.runner import RowInput, Runner
 
 ZOO = Path(__file__).resolve().parent
 SLOTS = 48
-ROUTED = ("qwen3_next",)
+HYBRID = ("qwen3_next", "qwen35")
 
 
 class Keeper:
     """A runner over one checkpoint, and PEFT's answers."""
 
     def __init__(self, family: str, dtype: str, data_dir: Path) -> None:
-        self.folder, self.routed = ZOO / family, family in ROUTED
+        self.folder, self.hybrid = ZOO / family, family in HYBRID
         self.runner = Runner.load(
             data_dir / "oracle" / family / "base",
             HostDevice(checked=True),
@@ -33,7 +33,7 @@ class Keeper:
             max_lora_rank=16,
             overlay_rows=128,
             max_embedding_rank=16,
-            expert_adapters=family in ROUTED,
+            expert_adapters=family in HYBRID,
             num_blocks=SLOTS + 1,
             max_step_tokens=512,
             max_sequences=SLOTS + 1,

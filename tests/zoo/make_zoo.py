@@ -98,6 +98,63 @@ def fused(zoo: Zoo, name: str) -> None:
     zoo.settle(name, same_as=f"{name}_split")
 
 
+def megatron_experts(zoo: Zoo, name: str, source: str) -> None:
+    """Factors of all experts as 3-D tensors under the parameter's own name."""
+    folder = zoo.root / name
+    folder.mkdir(parents=True)
+    config = json.loads((zoo.root / source / CONFIG).read_text())
+    experts, rank, made = 4, config["r"], {}
+    for key, value in load_file(zoo.root / source / WEIGHTS).items():
+        if ".experts." in key:
+            parameter = "gate_up_proj" if "base_layer" in key else "down_proj"
+            key = key.replace("experts.base_layer", "experts").replace(
+                "experts.", f"experts.{parameter}."
+            )
+            if "lora_A" in key:
+                value = value.reshape(experts, rank, -1)
+            else:
+                value = value.reshape(-1, rank, experts).permute(2, 0, 1).contiguous()
+        made[key] = value
+    save_file(made, folder / WEIGHTS, {"format": "pt"})
+    zoo.rewrite(name, source, {})
+    zoo.settle(name, same_as=source)
+
+
+def split_inputs(zoo: Zoo, name: str) -> None:
+    """in_proj_q, k and v with factors of their own, and the one pair they are to PEFT."""
+    wide = LoraConfig(r=6, lora_alpha=18, target_modules=["in_proj_qkv"])
+    model = get_peft_model(base(zoo.family), wide)
+    randomise(model, f"{zoo.family} {name}")
+    gdn = model.config
+    keys = gdn.linear_num_key_heads * gdn.linear_key_head_dim
+    heights = {"q": keys, "k": keys, "v": gdn.linear_num_value_heads * gdn.linear_value_head_dim}
+    made: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for key, value in sorted(model.named_parameters()):
+            if ".lora_" not in key:
+                continue
+            row = 0
+            for index, (part, height) in enumerate(heights.items()):
+                columns = slice(2 * index, 2 * index + 2)
+                plain = key.replace("in_proj_qkv", f"in_proj_{part}").replace(".default", "")
+                if "lora_A" in key:
+                    made[plain] = value[columns].clone()
+                else:
+                    rows = slice(row, row + height)
+                    made[plain] = value[rows, columns].clone()
+                    value[rows] = 0
+                    value[rows, columns] = made[plain]
+                row += height
+    model.save_pretrained(zoo.root / f"{name}_whole")
+    zoo.ask(f"{name}_whole", zoo.settle(f"{name}_whole"))
+    folder = zoo.root / name
+    folder.mkdir(parents=True)
+    save_file(made, folder / WEIGHTS, {"format": "pt"})
+    targets = [f"in_proj_{part}" for part in heights]
+    zoo.rewrite(name, f"{name}_whole", {"r": 2, "lora_alpha": 6, "target_modules": targets})
+    zoo.settle(name, same_as=f"{name}_whole")
+
+
 def llama() -> None:
     zoo = Zoo("llama")
     few = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -160,8 +217,13 @@ def llama() -> None:
     )
     zoo.kind(
         "parameters",
-        LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"]),
-        refused="target_parameters",
+        LoraConfig(
+            r=2,
+            lora_alpha=6,
+            target_modules=["v_proj"],
+            target_parameters=["q_proj.weight", "mlp.up_proj.weight", "lm_head.weight"],
+            rank_pattern={"up_proj.weight": 4},
+        ),
     )
     zoo.kind(
         "ia3",
@@ -333,10 +395,23 @@ def qwen3_next() -> None:
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         ),
     )
+    megatron_experts(zoo, "experts_megatron", "experts")
+    zoo.finish()
+
+
+def qwen35() -> None:
+    """Delta nets with their inputs apart."""
+    zoo = Zoo("qwen35")
+    few = {"r": 2, "lora_alpha": 6}
+    inputs = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    zoo.kind("gdn_dora", LoraConfig(**few, target_modules=[*inputs, "out_proj"], use_dora=True))
+    zoo.kind("gdn_lora_bias", LoraConfig(**few, target_modules=inputs, lora_bias=True))
+    split_inputs(zoo, "split_inputs")
     zoo.finish()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for family in sys.argv[1:] or ("llama", "qwen2", "qwen3_next"):
-        {"llama": llama, "qwen2": qwen2, "qwen3_next": qwen3_next}[family]()
+    makers = {"llama": llama, "qwen2": qwen2, "qwen3_next": qwen3_next, "qwen35": qwen35}
+    for family in sys.argv[1:] or makers:
+        makers[family]()

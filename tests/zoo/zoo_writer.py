@@ -126,7 +126,8 @@ class Zoo:
         config = json.loads((folder / CONFIG).read_text())
         config["base_model_name_or_path"] = f"tiny-{self.family}"
         for key, value in config.items():
-            if key in ("target_modules", "exclude_modules") and isinstance(value, list):
+            sets = ("target_modules", "exclude_modules", "target_parameters")
+            if key in sets and isinstance(value, list):
                 config[key] = sorted(value)
         (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
         self.entries[name] = facts
