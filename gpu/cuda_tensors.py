@@ -85,6 +85,8 @@ class CudaSpace:
         assert isinstance(device, CudaDevice)
         self._device = device
         self.torch_device = torch.device(device.name)
+        # Elsewhere torch reads the groups' ends on the host and multiplies them one by one.
+        self.grouped = torch.cuda.get_device_capability(self.torch_device)[0] in (9, 10)
         self._streams: dict[Stream, Any] = {}
         self._pool: Any = None
 

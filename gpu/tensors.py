@@ -34,6 +34,11 @@ class TensorSpace(Protocol):
         """True if torch work can be captured in the device's graphs."""
         ...
 
+    @property
+    def grouped(self) -> bool:
+        """True if torch's grouped_mm of bfloat16 runs without the host's help there."""
+        ...
+
     def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A writable contiguous tensor over device memory.
 
@@ -79,6 +84,7 @@ class HostSpace:
     """
 
     captures = False
+    grouped = True
 
     def __init__(self, device: Device) -> None:
         if not device.host_addressable:

@@ -173,7 +173,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
             return _load_on_accelerator(config, model_dir, device)
     except (ModelError, DeviceError) as error:
         device.close()
-        if config.device != "auto" or error.code not in _HOST_INSTEAD:
+        if config.device != "auto" or error.code != _HOST_INSTEAD:
             raise
         _log.warning("the host serves: %s", error)
         device = open_device("cpu")
@@ -204,12 +204,12 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
         raise
 
 
-_HOST_INSTEAD: Final = ("family-not-on-device", "option-not-on-device")
+_HOST_INSTEAD: Final = "option-not-on-device"
 """What only the host serves; with device "auto" it does."""
 
 
 def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) -> TorchRunner:
-    for option in ("expert_adapters", "max_embedding_rank"):
+    for option in ("max_embedding_rank",):
         if getattr(config, option):
             raise DeviceError(
                 "adapters of this kind are not served on an accelerator yet",
@@ -225,6 +225,8 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         overlay_rows=config.overlay_rows,
+        expert_adapters=config.expert_adapters,
+        max_expert_rank=config.max_expert_rank,
         kv_bytes=config.kv_bytes,
         max_step_tokens=_step_tokens(config),
         max_sequences=config.max_running,

@@ -41,6 +41,7 @@ class QueueSpace:
     """
 
     captures = True
+    grouped = True
 
     def __init__(self, device: CudaDevice, driver: FakeDriver) -> None:
         self._device, self._driver = device, driver

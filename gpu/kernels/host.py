@@ -7,6 +7,7 @@ depend on the other rows of the call.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -74,6 +75,10 @@ class HostKernels:
         """All linears are packed: put their weights on huge pages (`hugepages`)."""
         hugepages.settle(self._places)
         self._places.clear()
+
+    def experts(self, weights: Iterator[torch.Tensor], count: int) -> tuple[PackedLinear, ...]:
+        """Pack linear layers one by one."""
+        return tuple(self.linear(weight) for weight in weights)
 
     def rms_norm(
         self,

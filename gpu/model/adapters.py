@@ -242,6 +242,22 @@ class Adapters:
             for i, need in enumerate(needed)
         )
 
+    def expert_halves(self, slots: frozenset[int]) -> frozenset[tuple[int, int]]:
+        """(layer, half of `OF_EXPERT`) where adapters in these filled slots have experts' pairs."""
+        slots = slots - {-1}
+        layers, width = len(self._groups), len(self._groups[0])
+        if not slots or width == FIRST_EXPERT:
+            return frozenset()
+        active = np.maximum.reduce([self._active[slot] for slot in slots])[:, FIRST_EXPERT:]
+        halves = active.reshape(layers, len(OF_EXPERT), -1).any(2)
+        return frozenset((int(layer), int(half)) for layer, half in np.argwhere(halves))
+
+    def every_half(self) -> frozenset[tuple[int, int]]:
+        """Every (layer, half) of a pool with room for experts' pairs."""
+        if len(self._groups[0]) == FIRST_EXPERT:
+            return frozenset()
+        return frozenset((i, half) for i in range(len(self._groups)) for half in range(2))
+
     def every_group(self) -> tuple[LayerPlan, ...]:
         """A plan that launches all groups, to have their kernels compiled."""
         all_of = (2 if self._with_affine else 1,) * len(GROUPS)

@@ -10,6 +10,7 @@ Names are those of transformers' ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,10 +70,11 @@ class DenseWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeWeights:
-    """``shared_gate``: one row. ``experts``: in order of their ids."""
+    """``shared_gate``: one row. ``gate_up``, ``down``: of the experts, in order of their ids."""
 
     router: Linear
-    experts: tuple[DenseWeights, ...]
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
     shared: DenseWeights
     shared_gate: Linear
 
@@ -241,14 +243,18 @@ def _moe(loader: TensorLoader, moe: MoeShape, at: str) -> MoeWeights:
     fused = _fused(loader.checkpoint, at)
     at += "mlp."
     if fused:
-        halves = (at + "experts.gate_up_proj", at + "experts.down_proj")
-        pairs = zip(*(loader.experts(name) for name in halves), strict=True)
-        experts = tuple(DenseWeights(gate_up, down) for gate_up, down in pairs)
+        gate_up = loader.experts(at + "experts.gate_up_proj")
+        down = loader.experts(at + "experts.down_proj")
     else:
-        experts = tuple(_mlp(loader, f"{at}experts.{e}.") for e in range(moe.experts))
+        each = [f"{at}experts.{e}." for e in range(moe.experts)]
+        gate_up = loader.experts_of(
+            [[one + "gate_proj.weight", one + "up_proj.weight"] for one in each]
+        )
+        down = loader.experts_of([[one + "down_proj.weight"] for one in each])
     return MoeWeights(
         router=loader.linear([at + "gate.weight"]),
-        experts=experts,
+        gate_up=gate_up,
+        down=down,
         shared=_mlp(loader, at + "shared_expert."),
         shared_gate=loader.linear([at + "shared_expert_gate.weight"]),
     )

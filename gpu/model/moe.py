@@ -97,12 +97,13 @@ class MoeBlock:
                 continue
             mine = rows[at : at + count]
             taken = x.index_select(0, mine)
+            weights_of = DenseWeights(layer.gate_up[expert], layer.down[expert])
             if groups and slots is not None:
                 own = slots.index_select(0, mine)
                 deltas = groups[expert], groups[n_experts + expert]
-                y = self._feed(layer.experts[expert], taken, *deltas, own.data_ptr())
+                y = self._feed(weights_of, taken, *deltas, own.data_ptr())
             else:
-                y = self._feed(layer.experts[expert], taken, None, None, 0)
+                y = self._feed(weights_of, taken, None, None, 0)
             out.index_add_(0, mine, y.mul_(shares[at : at + count]))
             at += count
         return out

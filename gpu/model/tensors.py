@@ -6,7 +6,7 @@ or be cut after loading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,10 @@ class Packer(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The operation; the caller may drop the matrix."""
+        ...
+
+    def experts(self, weights: Iterator[torch.Tensor], count: int) -> Sequence[Linear]:
+        """The operations of ``count`` matrices of one shape, taken one by one."""
         ...
 
 
@@ -68,20 +72,23 @@ class TensorLoader:
         order: torch.Tensor | None = None,
     ) -> Linear:
         """A linear of the stacked weights, packed; ``order``: int64, rows of the stack to take."""
-        weight = self.tensor(names[0]) if len(names) == 1 else self.stacked(names)
+        weight = self._matrix(names)
         if order is not None:
             weight = weight.index_select(0, order)
         return self.kernels.linear(weight, bias)
 
-    def experts(self, name: str) -> tuple[Linear, ...]:
+    def _matrix(self, names: Sequence[str]) -> torch.Tensor:
+        return self.tensor(names[0]) if len(names) == 1 else self.stacked(names)
+
+    def experts(self, name: str) -> Sequence[Linear]:
         """A linear of each matrix of a 3-D tensor, packed one by one."""
-        whole = self.checkpoint.read(name)
-        made = []
-        for index in range(whole.shape[0]):
-            made.append(
-                self.kernels.linear(self._kept(whole[index].to(self.kernels.dtype).clone()))
-            )
-        return tuple(made)
+        whole, dtype = self.checkpoint.read(name), self.kernels.dtype
+        each = (self._kept(matrix.to(dtype, copy=True)) for matrix in whole)
+        return self.kernels.experts(each, whole.shape[0])
+
+    def experts_of(self, names: Sequence[Sequence[str]]) -> Sequence[Linear]:
+        """The same, of each expert's tensors stacked."""
+        return self.kernels.experts((self._matrix(own) for own in names), len(names))
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.contiguous()

@@ -34,6 +34,7 @@ class DeviceBatch:
         tables: int32 ``[rows, blocks]``.
         picked: int64 ``[rows]``, the token of each row that is sampled from.
         places: int64 ``[rows]``, where each row's recurrent state is.
+        slots: int64 ``[tokens]``, -1 = base.
         row_slots: address of int32 ``[tokens]``, slots for the LoRA kernels.
 
     Args:
@@ -53,6 +54,7 @@ class DeviceBatch:
             "tokens": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),
             "mapping": ((tokens,), torch.int64),
+            "slots": ((tokens,), torch.int64),
             "picked": ((rows,), torch.int64),
             "places": ((rows,), torch.int64),
             "lens": ((rows,), torch.int32),
@@ -82,7 +84,7 @@ class DeviceBatch:
         self.tokens, self.positions = device_views["tokens"], device_views["positions"]
         self.mapping, self.lens = device_views["mapping"], device_views["lens"]
         self.tables, self.picked = device_views["tables"], device_views["picked"]
-        self.places = device_views["places"]
+        self.places, self.slots = device_views["places"], device_views["slots"]
         self.row_slots = self._memory + offsets["row_slots"]
         self._at = host_views
 
@@ -119,8 +121,9 @@ class DeviceBatch:
         ):
             at[name][:n] = source[:n].numpy()
             at[name][extra] = pad
+        at["slots"][:n] = batch.slots
         at["row_slots"][:n] = kernel_slots
-        at["row_slots"][extra] = -1
+        at["slots"][extra] = at["row_slots"][extra] = -1
         at["picked"][: len(picked)] = picked
         at["places"][: len(places)] = places
         at["lens"][:rows] = batch.lens.numpy()[batch.last]

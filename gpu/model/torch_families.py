@@ -7,13 +7,11 @@ it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 import torch
 
-from ...errors import ModelError
 from ..tensors import TensorSpace
-from . import torch_hybrid, torch_llama
 from .config import ModelConfig
 from .states import StateArena
 from .torch_hybrid import TorchHybrid
@@ -23,24 +21,6 @@ from .torch_model import TorchModel
 from .torch_ops import TorchPacker
 from .weights import DtypeName, HybridWeights, Weights, pack_weights
 
-FAMILIES: Final = (*torch_llama.FAMILIES, *torch_hybrid.FAMILIES)
-
-
-def check_family(family: str) -> None:
-    """Refuse what no accelerator runs.
-
-    Raises:
-        ModelError: family-not-on-device.
-    """
-    if family not in FAMILIES:
-        raise ModelError(
-            "this model family does not run on an accelerator yet; the host serves it",
-            code="family-not-on-device",
-            subject=family,
-            expected=" or ".join(FAMILIES),
-            found=family,
-        )
-
 
 def read(
     model_dir: Path, config: ModelConfig, dtype: DtypeName, space: TensorSpace
@@ -48,9 +28,8 @@ def read(
     """The weights of ``model_dir``, their matrices on the space, and the engine's dtype.
 
     Raises:
-        ModelError: family-not-on-device, and as `pack_weights`.
+        ModelError: as `pack_weights`.
     """
-    check_family(config.family)
     weights, packer = pack_weights(
         model_dir, config, dtype, lambda target: TorchPacker(space, target)
     )

@@ -1,4 +1,4 @@
-"""The hybrid family (qwen3_5) in torch on any torch device; decode steps capture it.
+"""The hybrid families (qwen3_5, qwen3_5_moe) in torch on any torch device; decode steps capture it.
 
 What it owns: the layers' weights on the device. Invariants: those of `torch_model`; the delta of a
 row's adapter is added before gates are split off, norms, rope and convolution; the states of the
@@ -11,7 +11,6 @@ is gated attention or a gated delta net and every norm multiplies by 1 + w.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -26,10 +25,9 @@ from .tensors import Linear
 from .torch_gdn import TorchDeltaNet
 from .torch_kv import TorchKv
 from .torch_model import Step, TorchModel, feed_forward
+from .torch_moe import TorchMoe
 from .torch_ops import head_norm, rotate
 from .weights import HybridWeights
-
-FAMILIES: Final = ("qwen3_5",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +51,7 @@ class _Layer:
     input_norm: torch.Tensor
     mixer: _Attention | _DeltaNet
     post_norm: torch.Tensor
-    mlp: DenseWeights
+    mlp: DenseWeights | TorchMoe
 
 
 class TorchHybrid(TorchModel):
@@ -85,7 +83,7 @@ class TorchHybrid(TorchModel):
                 mixer = _attention(layer.mixer, space, *next(caches))
             else:
                 mixer = _delta_net(config, layer.mixer, space, *next(arenas))
-            made.append(_layer(layer, mixer, space))
+            made.append(_layer(config, layer, mixer, space))
         self._layers = tuple(made)
 
     def layers(self, h: torch.Tensor, step: Step) -> torch.Tensor:
@@ -104,7 +102,10 @@ class TorchHybrid(TorchModel):
             else:
                 delta = self._delta_net(index, layer.mixer, x, step)
             add_rms_norm_reference(delta, h, layer.post_norm, eps, x, one_plus=True)
-            delta = feed_forward(layer.mlp.gate_up, layer.mlp.down, x, step, index)
+            if isinstance(layer.mlp, TorchMoe):
+                delta = layer.mlp(x, step, index)
+            else:
+                delta = feed_forward(layer.mlp.gate_up, layer.mlp.down, x, step, index)
         assert delta is not None  # a config has at least one layer
         h.add_(delta)
         return h
@@ -167,7 +168,17 @@ def _delta_net(
     return _DeltaNet(weights.projection, inner, weights.out, conv, memory)
 
 
-def _layer(layer: HybridLayer, mixer: _Attention | _DeltaNet, space: TensorSpace) -> _Layer:
-    assert isinstance(layer.mlp, DenseWeights)
-    up = space.upload
-    return _Layer(up(layer.input_norm), mixer, up(layer.post_norm), layer.mlp)
+def _layer(
+    config: ModelConfig,
+    layer: HybridLayer,
+    mixer: _Attention | _DeltaNet,
+    space: TensorSpace,
+) -> _Layer:
+    up, mlp = space.upload, layer.mlp
+    made: DenseWeights | TorchMoe
+    if isinstance(mlp, DenseWeights):
+        made = mlp
+    else:
+        assert config.moe is not None
+        made = TorchMoe(config.moe, mlp, space)
+    return _Layer(up(layer.input_norm), mixer, up(layer.post_norm), made)

@@ -10,7 +10,6 @@ Layer (transformers' ``modeling_llama``): h += o(attention(norm(h))); h += down(
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 import torch
 
@@ -22,8 +21,6 @@ from .torch_kv import TorchKv
 from .torch_model import Step, TorchModel, feed_forward
 from .torch_ops import head_norm, rotate
 from .weights import LayerWeights, Weights
-
-FAMILIES: Final = ("llama", "qwen2", "qwen3")
 
 
 class TorchLlama(TorchModel):

@@ -25,11 +25,31 @@ from .torch_ops import Attend, TorchLinear
 from .weights import HybridWeights, Weights
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The experts that a step's tokens chose, sorted by expert; each choice is a place.
+
+    Attributes:
+        experts: int64 ``[n * top_k]``. tokens: int64, of the same shape, whose choice it is.
+        order: int64, of the same shape: where the place was, token by token.
+    """
+
+    experts: torch.Tensor
+    tokens: torch.Tensor
+    order: torch.Tensor
+
+
 class Deltas(Protocol):
     """Adds the adapters' deltas of one step."""
 
     def add(self, layer: int, group: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """``out += delta(x)`` for the modules of ``adapters.GROUPS[group]`` side by side in out."""
+        ...
+
+    def add_experts(
+        self, layer: int, half: int, x: torch.Tensor, out: torch.Tensor, places: Places
+    ) -> None:
+        """The same for ``adapters.OF_EXPERT[half]`` of each place's expert and token."""
         ...
 
 
@@ -51,6 +71,13 @@ class Step:
         """See `Deltas.add`; nothing without adapters."""
         if self.deltas is not None:
             self.deltas.add(layer, group, x, out)
+
+    def add_experts(
+        self, layer: int, half: int, x: torch.Tensor, out: torch.Tensor, places: Places
+    ) -> None:
+        """See `Deltas.add_experts`; nothing without adapters."""
+        if self.deltas is not None:
+            self.deltas.add_experts(layer, half, x, out, places)
 
 
 class TorchModel:

@@ -11,7 +11,7 @@ KV layout: keys and values ``[(blocks + 1) * 16, kv_heads, head_dim]``, a token'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,6 +36,23 @@ class TorchLinear:
         return torch.nn.functional.linear(x, self.weight, self._bias)
 
 
+class TorchExperts(tuple[TorchLinear, ...]):
+    """The linears of one layer's experts, whose matrices lie in one tensor.
+
+    Attributes:
+        weight: ``[experts, n_out, k_in]``.
+    """
+
+    weight: torch.Tensor
+
+    @classmethod
+    def over(cls, weight: torch.Tensor) -> TorchExperts:
+        """A linear over each matrix of ``weight``."""
+        made = cls(TorchLinear(matrix, None) for matrix in weight)
+        made.weight = weight
+        return made
+
+
 class TorchPacker:
     """Puts matrices where the space's tensors live; see `gpu.model.tensors.Packer`."""
 
@@ -47,6 +64,15 @@ class TorchPacker:
         """Upload, and make the operation."""
         upload = self._space.upload
         return TorchLinear(upload(weight), None if bias is None else upload(bias))
+
+    def experts(self, weights: Iterator[torch.Tensor], count: int) -> TorchExperts:
+        """Upload all in one piece."""
+        first = next(weights)
+        whole = torch.empty((count, *first.shape), dtype=self.dtype)
+        whole[0] = first
+        for index, weight in enumerate(weights, 1):
+            whole[index] = weight
+        return TorchExperts.over(self._space.upload(whole))
 
 
 def head_norm(

@@ -45,7 +45,7 @@ from .kv import blocks_within, spare_bytes
 from .linears import BaseLinears
 from .sampling import Choice, Sampler, SamplingParams
 from .states import StateArena
-from .torch_families import bind, check_family, read
+from .torch_families import bind, read
 from .torch_kv import TorchKv
 from .torch_lora import DeviceGroups
 from .torch_step import StepRunner, rows_of_buckets
@@ -72,6 +72,8 @@ class TorchRunner:
         max_loras: int,
         max_lora_rank: int,
         overlay_rows: int,
+        expert_adapters: bool,
+        max_expert_rank: int,
         num_blocks: int | None,
         kv_bytes: int | None,
         max_step_tokens: int,
@@ -88,7 +90,10 @@ class TorchRunner:
         self._steps: StepRunner | None = None
         self.logits_sink: LogitsSink | None = None
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
-        self.layout = SlotLayout(config.to_lora_dims(), max_lora_rank, elem, overlay_rows)
+        dims = config.to_lora_dims(expert_adapters=expert_adapters)
+        self.layout = SlotLayout(
+            dims, max_lora_rank, elem, overlay_rows, expert_rank=max_expert_rank
+        )
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self._stream = device.create_stream(label="runner")
         padded = max(max_step_tokens, rows_of_buckets(max_sequences))
@@ -167,6 +172,8 @@ class TorchRunner:
         max_loras: int = 8,
         max_lora_rank: int = 64,
         overlay_rows: int = 0,
+        expert_adapters: bool = False,
+        max_expert_rank: int = 0,
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
@@ -181,7 +188,7 @@ class TorchRunner:
             space: of the device; ``None`` opens the one that fits it.
 
         Raises:
-            ModelError: the checkpoint's fault; family-not-on-device.
+            ModelError: the checkpoint's fault.
             DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
                 cuda-unavailable, and others.
         """
@@ -190,7 +197,6 @@ class TorchRunner:
         )
         path = Path(model_dir)
         config = load_config(path)
-        check_family(config.family)
         chosen = open_space(device) if space is None else space
         weights, served_in = read(path, config, dtype, chosen)
         linears = BaseLinears(path, served_in, config.to_lora_dims())
@@ -205,6 +211,8 @@ class TorchRunner:
                 max_loras=max_loras,
                 max_lora_rank=max_lora_rank,
                 overlay_rows=overlay_rows,
+                expert_adapters=expert_adapters,
+                max_expert_rank=max_expert_rank,
                 num_blocks=num_blocks,
                 kv_bytes=kv_bytes,
                 max_step_tokens=max_step_tokens,

@@ -27,9 +27,9 @@ from .config import ModelConfig
 from .sampling import Choice, Sampler
 from .states import StateArena
 from .torch_batch import DeviceBatch
+from .torch_deltas import Chunk, SlotViews, StepDeltas, split_rows
 from .torch_gdn import StateStep
 from .torch_kv import TorchKv
-from .torch_lora import Chunk, SlotViews, StepDeltas, split_rows
 from .torch_model import Step, TorchModel
 from .torch_overlay import Overlays
 from .torch_rows import MixedRows, StepRows, attend_singles
@@ -37,6 +37,7 @@ from .torch_sampling import DeviceSampler
 
 logger = logging.getLogger("rota.gpu.model.torch_step")
 
+NOWHERE: Final[frozenset[tuple[int, int]]] = frozenset()
 MAX_WARM: Final = 4096
 """Shapes remembered as run eagerly."""
 
@@ -217,14 +218,16 @@ class StepRunner:
         assert arrays is not None and sampler is not None
         tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
         attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
-        plan = self._adapters.every_group() if routed and self._adapters is not None else None
+        plan, experts = None, NOWHERE
+        if routed and self._adapters is not None:
+            plan, experts = self._adapters.every_group(), self._adapters.every_half()
         states = None if self._states is None else StateStep(arrays.places[:rows])
         h = self._model.embed(arrays.tokens[:rows])
         step = Step(
             arrays.positions[:rows],
             arrays.mapping[:rows],
             attend,
-            self._deltas(plan, ()),
+            self._deltas(rows, plan, (), experts),
             states,
         )
         h = self._model.layers(h, step)
@@ -233,7 +236,11 @@ class StepRunner:
         sampler.greedy(logits)
 
     def _deltas(
-        self, plan: tuple[LayerPlan, ...] | None, chunks: tuple[Chunk, ...]
+        self,
+        n: int,
+        plan: tuple[LayerPlan, ...] | None,
+        chunks: tuple[Chunk, ...],
+        experts: frozenset[tuple[int, int]],
     ) -> StepDeltas | None:
         if self._adapters is None or self._views is None or (plan is None and not chunks):
             return None
@@ -246,6 +253,8 @@ class StepRunner:
             plan,
             self._arrays.row_slots,
             chunks,
+            self._arrays.slots[:n],
+            experts,
         )
 
     # Other steps
@@ -263,8 +272,9 @@ class StepRunner:
         by_kind = StepRows.of(rows)
         lengths = by_kind.lengths
         chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
-        plan = None
+        plan, experts = None, NOWHERE
         if self._adapters is not None:
+            experts = self._adapters.expert_halves(frozenset(row.slot for row in rows))
             in_chunks = {chunk.begin for chunk in chunks}
             starts = [last + 1 - k for last, k in zip(self._batch.last, lengths, strict=True)]
             others = (row.slot for row, at in zip(rows, starts, strict=True) if at not in in_chunks)
@@ -281,7 +291,7 @@ class StepRunner:
             arrays.positions[:n],
             arrays.mapping[:n],
             mixed.attend(),
-            self._deltas(plan, chunks),
+            self._deltas(n, plan, chunks, experts),
             None if self._states is None else mixed.states(self._states.held.tolist()),
         )
         h = model.layers(h, step)

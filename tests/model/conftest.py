@@ -99,8 +99,8 @@ def open_bench(data_dir: Path) -> Iterator[Opener]:
                 "num_blocks": 24,
                 "overlay_rows": 128,
             }
+            options["expert_adapters"] = family == "qwen35_moe"
             if kind is Runner:
-                options["expert_adapters"] = family == "qwen35_moe"
                 options["max_embedding_rank"] = 16
             folder = data_dir / "oracle" / family
             runner = kind.load(

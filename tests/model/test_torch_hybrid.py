@@ -15,22 +15,24 @@ from rota.gpu.tensors import HostSpace
 
 CASES = [
     ("qwen35", "base"),
-    ("qwen35", "attn_mlp_r8"),
-    ("qwen35", "rslora_r16_bf16"),
-    ("qwen35", "gdn_out_r4"),
     ("qwen35", "gdn_all_r4"),
     ("qwen35", "layers_subset"),
     ("qwen35", "tokens"),
     ("qwen35", "mts_embed_head"),
     ("qwen35", "patterns"),
-    ("qwen35", "exclude"),
     ("qwen35", "all_linear"),
-    ("qwen35", "regex"),
     ("qwen35", "r64"),
-    ("qwen35_vl", "base"),
-    ("qwen35_vl", "attn_mlp_r4"),
+    ("qwen35_moe", "base"),
+    ("qwen35_moe", "all_linear"),
+    ("qwen35_moe", "experts_down_only"),
+    ("qwen35_moe", "router"),
+    ("qwen35_moe", "experts_router_attn"),
     ("qwen35_vl", "tokens_tied"),
 ]
+CUT_CASES = {
+    "qwen35": ("gdn_all_r4", "rslora_r16_bf16"),
+    "qwen35_moe": ("experts_router_attn", "all_linear"),
+}
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
 FP32 = 1e-4
 SHAPE = GdnShape(key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv=4)
@@ -65,9 +67,18 @@ def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, c
     assert tokens == [facts["greedy_f32"]]
 
 
-@pytest.mark.parametrize("case", ["base", "gdn_all_r4", "all_linear"])
-def test_bf16_errs_as_transformers_does(open_bench, reference, case):
-    bench, ref = open_bench("qwen35", "bfloat16", math="torch"), reference("qwen35")
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("qwen35", "base"),
+        ("qwen35", "all_linear"),
+        ("qwen35_moe", "base"),
+        ("qwen35_moe", "experts_router_attn"),
+    ],
+)
+def test_bf16_errs_as_transformers_does(open_bench, reference, family, case):
+    """Experts of bf16 take grouped_mm, those of fp32 do not."""
+    bench, ref = open_bench(family, "bfloat16", math="torch"), reference(family)
     slot, facts = place(bench, case), ref["cases"][case]
     exact = ref["tensors"][f"{case}.logits.f32"]
     parts = [bench.step((0, slot, at, [token])) for at, token in enumerate(facts["ids"])]
@@ -76,7 +87,7 @@ def test_bf16_errs_as_transformers_does(open_bench, reference, case):
     assert float(error) < 3 * facts["bf16_vs_f32_relrms"]
 
 
-@pytest.mark.parametrize("family", ["qwen35"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35_moe"])
 def test_mixed_batches_agree_with_each_row_alone_in_peft(open_bench, reference, family):
     bench, ref = open_bench(family, math="torch"), reference(family)
     mixed = ref["mixed"]
@@ -91,13 +102,22 @@ def test_mixed_batches_agree_with_each_row_alone_in_peft(open_bench, reference, 
     assert tokens == mixed["greedy_alone_f32"]
 
 
-@pytest.mark.parametrize("cuts", [[22], [1] * 22, [16, 6], [17, 1, 4], [3, 18, 1]])
-def test_any_cut_of_a_prompt_beside_anything_agrees_with_the_host(open_bench, cuts):
-    benches = [open_bench("qwen35"), open_bench("qwen35", math="torch")]
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen35", [22]),
+        ("qwen35", [16, 6]),
+        ("qwen35", [17, 1, 4]),
+        ("qwen35_moe", [22]),
+        ("qwen35_moe", [3, 18, 1]),
+    ],
+)
+def test_any_cut_of_a_prompt_beside_anything_agrees_with_the_host(open_bench, family, cuts):
+    benches = [open_bench(family), open_bench(family, math="torch")]
     found = []
     for bench in benches:
-        place(bench, "gdn_all_r4", 0)
-        place(bench, "rslora_r16_bf16", 2)
+        for slot, case in zip((0, 2), CUT_CASES[family], strict=True):
+            place(bench, case, slot)
         at, logits = 0, None
         for step, size in enumerate(cuts):
             others = [(1, 2, step, [5 + step]), (2, -1, step, [9 + step])]

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rota.errors import DeviceError, InternalError, ModelError, RequestError
+from rota.errors import DeviceError, InternalError, RequestError
 from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.sampling import Sampler, SamplingParams
-from rota.gpu.model.torch_families import check_family
-from rota.gpu.model.torch_lora import GEMM_TOKENS, split_rows
+from rota.gpu.model.torch_deltas import GEMM_TOKENS, split_rows
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.gpu.model.torch_sampling import draw
 from rota.gpu.model.torch_step import rows_of_buckets, span_of
@@ -211,12 +210,6 @@ def test_which_tokens_take_which_way():
 def test_buckets_and_spans():
     assert [rows_of_buckets(n) for n in (1, 3, 8, 100, 128, 500)] == [1, 4, 8, 128, 128, 500]
     assert [span_of(n, 24) for n in (1, 2, 3, 9, 16, 17)] == [1, 2, 4, 16, 16, 24]
-
-
-def test_other_families_are_refused_by_name():
-    with pytest.raises(ModelError) as caught:
-        check_family("qwen3_5_moe")
-    assert caught.value.code == "family-not-on-device"
 
 
 def load(data_dir, device, **options):

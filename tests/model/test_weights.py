@@ -278,9 +278,12 @@ def test_fused_experts_load_the_same(broken):
     apart = load(broken("qwen35_moe"), "float32")
     fused = load(broken("qwen35_moe_fused", fuse, source="qwen35_moe"), "float32")
     x = torch.randn((2, 48), generator=torch.Generator().manual_seed(0))
-    for one, other in zip(apart.layers[2].mlp.experts, fused.layers[2].mlp.experts, strict=True):
-        assert torch.equal(one.gate_up(x), other.gate_up(x))
-        assert torch.equal(one.down(x[:, :16].contiguous()), other.down(x[:, :16].contiguous()))
+    one, other = apart.layers[2].mlp, fused.layers[2].mlp
+    assert len(one.gate_up) == len(one.down) == 8
+    for first, second in zip(one.gate_up, other.gate_up, strict=True):
+        assert torch.equal(first(x), second(x))
+    for first, second in zip(one.down, other.down, strict=True):
+        assert torch.equal(first(x[:, :16].contiguous()), second(x[:, :16].contiguous()))
     assert apart.nbytes == fused.nbytes
 
 
