@@ -13,9 +13,14 @@ from rota.sched.core import effects as fx
 from rota.sched.core import planning
 from rota.sched.core.core import Core
 from rota.sched.core.memory import KvMemory
+from rota.sched.core.prefix import Node
 from rota.sched.core.recurrent import Snapshots
+from rota.sched.sim.scenario import scenario_of
 
 Patch = pytest.MonkeyPatch
+KEEP, TAKE = KvMemory.keep, Snapshots.take
+#: Those of models with recurrent states.
+SEEDS = [seed for seed in range(600) if scenario_of(seed).config.recurrent]
 
 
 def states_kept_on_preemption(patch: Patch) -> None:
@@ -51,9 +56,6 @@ def snapshot_taken_one_chunk_late(patch: Patch) -> None:
     patch.setattr(KvMemory, "keep", keep)
 
 
-KEEP = KvMemory.keep
-
-
 def snapshot_behind_another_block(patch: Patch) -> None:
     real = Snapshots.keep
     patch.setattr(
@@ -66,6 +68,11 @@ def snapshot_behind_another_block(patch: Patch) -> None:
 def snapshot_not_loaded_on_resume(patch: Patch) -> None:
     real = KvMemory.copies
     patch.setattr(KvMemory, "copies", lambda self, *a: (-1, real(self, *a)[1]))
+
+
+def snapshot_freed_while_a_row_will_load_it(patch: Patch) -> None:
+    patch.setattr(Snapshots, "hold", lambda self, node, seq: None)
+    patch.setattr(Snapshots, "release", lambda self, node, seq: None)
 
 
 def snapshot_named_by_a_step_in_flight_is_free(patch: Patch) -> None:
@@ -84,9 +91,6 @@ def snapshot_named_by_a_step_in_flight_is_free(patch: Patch) -> None:
     patch.setattr(Snapshots, "_written", lambda self, snapshot: self._writing.discard(snapshot))
 
 
-TAKE = Snapshots.take
-
-
 def begins_behind_blocks_without_a_snapshot(patch: Patch) -> None:
     patch.setattr(KvMemory, "_usable", lambda self, seq, found: len(found))
 
@@ -98,18 +102,34 @@ def chunks_not_cut_at_boundaries(patch: Patch) -> None:
     patch.setattr(Snapshots, "take", lambda self, prompt, end: take(self, prompt, end // 16 * 16))
 
 
+def restored_behind_more_blocks_than_its_state(patch: Patch) -> None:
+    real = KvMemory._usable
+
+    def usable(self: KvMemory, seq: Any, found: list[Node]) -> int:
+        return len(found) if seq.host_tokens else real(self, seq, found)
+
+    patch.setattr(KvMemory, "_usable", usable)
+
+
+def host_memory_of_states_not_counted(patch: Patch) -> None:
+    patch.setattr(KvMemory, "host_cost", lambda self, tokens: self.need(tokens))
+
+
 MUTATIONS: list[Callable[[Patch], None]] = [
     states_kept_on_preemption,
     snapshot_taken_one_chunk_late,
     snapshot_behind_another_block,
     snapshot_not_loaded_on_resume,
+    snapshot_freed_while_a_row_will_load_it,
     snapshot_named_by_a_step_in_flight_is_free,
     begins_behind_blocks_without_a_snapshot,
     chunks_not_cut_at_boundaries,
+    restored_behind_more_blocks_than_its_state,
+    host_memory_of_states_not_counted,
 ]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda m: m.__name__)
 def test_a_broken_state_is_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
-    must_be_caught(mutate.__name__, monkeypatch)
+    must_be_caught(mutate.__name__, monkeypatch, SEEDS)
