@@ -19,6 +19,7 @@ from ..errors import ModelError, RejectError, RotaError
 from ..gpu.lora.config import PeftConfig, parse_config
 from ..gpu.lora.inspection import (
     StandIn,
+    engine_options,
     guess_layout,
     has_token_factors,
     module_rows,
@@ -112,6 +113,7 @@ def inspect(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         facts["slot_bytes"] = own_bytes(staged.image, layout)
         facts["notes"] = (*facts["notes"], "no model given: shapes are guessed from the tensors")
     report |= facts | {"accepted": True, "modules": [asdict(row) for row in rows]}
+    report["needs"] = engine_options(config, staged.image, layout)
     report["delta_norm_per_layer"] = {n: round(norm, 4) for n, norm in enumerate(norms)}
     return ACCEPTED, report
 

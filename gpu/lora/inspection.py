@@ -8,7 +8,7 @@ is in ``matched`` or in ``refused``, under the code its key alone would get.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...errors import RejectError
 from .config import PeftConfig
-from .dims import TOKEN_MODULES, LoraModule, ModelDims
+from .dims import EXPERT_MODULES, TOKEN_MODULES, LoraModule, ModelDims
 from .image import SlotImage
 from .keys import ExpertsKey, FusedKey, OverlayKey, PairKey, PartKey, classify
 from .layout import MAX_RANK_LIMIT, SlotLayout
@@ -212,6 +212,29 @@ def module_rows(image: SlotImage, layout: SlotLayout) -> tuple[tuple[ModuleRow, 
         for module, places in sorted(found.items())
     )
     return rows, [value**0.5 for value in layers]
+
+
+def engine_options(
+    config: PeftConfig, image: SlotImage, layout: SlotLayout
+) -> dict[str, int | bool]:
+    """The options an engine needs to hold the adapter, at their least values."""
+
+    def rank(modules: Collection[LoraModule] | None) -> int:
+        found = zip(layout.pairs, image.ranks, strict=True)
+        return max((r for p, r in found if modules is None or p.module in modules), default=0)
+
+    # An engine refuses ranks of the config it has no room for, whether they are used or not.
+    declared = max([config.r, *(int(p.value) for p in config.rank_pattern)])
+    needs: dict[str, int | bool] = {"max_lora_rank": max(rank(None), declared)}
+    if experts := rank(EXPERT_MODULES):
+        needs |= {"expert_adapters": True, "max_expert_rank": experts}
+    if tokens := rank(TOKEN_MODULES):
+        needs["max_embedding_rank"] = tokens
+    if rows := max(image.embed_rows, image.head_rows):
+        needs["overlay_rows"] = rows
+    if any(image.affine):
+        needs["affine"] = True
+    return needs
 
 
 def own_bytes(image: SlotImage, layout: SlotLayout) -> int:

@@ -70,6 +70,27 @@ def test_rank_scale_and_norm_of_each_module(capsys: Any) -> None:
     assert sum(norm**2 for norm in layers) == pytest.approx(whole, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("folder", "needs"),
+    [
+        ("llama/plain", {"max_lora_rank": 2}),
+        ("llama/patterns", {"max_lora_rank": 4}),
+        ("llama/tokens", {"max_lora_rank": 2, "overlay_rows": 3}),
+        ("llama/embed_head_dora", {"max_lora_rank": 2, "max_embedding_rank": 2, "affine": True}),
+        (
+            "qwen3_next/experts",
+            {"max_lora_rank": 2, "expert_adapters": True, "max_expert_rank": 2},
+        ),
+    ],
+)
+def test_the_options_an_engine_needs(capsys: Any, folder: str, needs: dict[str, Any]) -> None:
+    family = folder.partition("/")[0]
+    words = [str(ZOO / folder), "--model", str(ORACLE / family / "base"), "--overlay-rows", "128"]
+    assert report_of(capsys, *words)[1]["needs"] == needs
+    main(["inspect", *words])
+    assert f"max_lora_rank={needs['max_lora_rank']}" in capsys.readouterr().out
+
+
 def test_a_file_is_read_with_the_config_beside_it(capsys: Any, tmp_path: Path) -> None:
     folder = ZOO / "llama" / "plain"
     code, report = report_of(capsys, str(folder / "adapter_model.safetensors"))
