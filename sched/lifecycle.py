@@ -225,6 +225,7 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         overlay_rows=config.overlay_rows,
+        affine=config.affine,
         expert_adapters=config.expert_adapters,
         max_expert_rank=config.max_expert_rank,
         kv_bytes=config.kv_bytes,

@@ -281,6 +281,11 @@ class LoraPool:
         self._check(slot)
         return float(self._scale[pair, slot])
 
+    def vectors(self, slot: int, pair: int) -> bool:
+        """True when ``slot`` holds an adapter with mul and add there (as of the last command)."""
+        self._check(slot)
+        return bool(len(self._affine) and self._affine[pair, slot] != 0)
+
     def overlay_counts(self, slot: int) -> tuple[int, int]:
         """(embedding rows, lm_head rows) in use in ``slot``."""
         self._check(slot)

@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from ...errors import InternalError
 from ..device import Device, Stream
-from ..kernels.affine import AffineGroup, AffineSlice
+from ..kernels.affine import AffineSlice
 from ..kernels.bgmv import LoraSlice
 from ..lora.dims import TOKEN_MODULES, LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
 from .batch import RowLike
-from .groups import Delta, GroupMaker
+from .groups import Affine, Delta, GroupMaker
 from .token_matrices import TokenMatrices
 
 GROUPS: Final = (
@@ -60,7 +60,7 @@ LayerPlan = tuple[Delta | None, ...]
 class DeltaThenAffine:
     """A group's delta and then its vectors: y = mul * (y + delta) + add."""
 
-    def __init__(self, lora: Delta, affine: AffineGroup) -> None:
+    def __init__(self, lora: Delta, affine: Affine) -> None:
         self._lora, self._affine = lora, affine
 
     def apply(
@@ -164,7 +164,7 @@ class Adapters:
 
     def _affine_group(
         self, kernels: GroupMaker, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
-    ) -> AffineGroup:
+    ) -> Affine:
         slices = []
         column = 0
         for module in modules:
@@ -258,9 +258,14 @@ class Adapters:
             return frozenset()
         return frozenset((i, half) for i in range(len(self._groups)) for half in range(2))
 
-    def every_group(self) -> tuple[LayerPlan, ...]:
-        """A plan that launches all groups, to have their kernels compiled."""
-        all_of = (2 if self._with_affine else 1,) * len(GROUPS)
+    def affine(self, slots: frozenset[int]) -> bool:
+        """True if an adapter in these filled slots has vectors in a layer."""
+        return any(bool((self._active[slot] == 2).any()) for slot in slots if slot >= 0)
+
+    def every_group(self, *, affine: bool = True) -> tuple[LayerPlan, ...]:
+        """A plan that launches all groups, whatever the slots hold; ``affine``: and their vectors,
+        where slots have room for any."""
+        all_of = (2 if self._with_affine and affine else 1,) * len(GROUPS)
         all_of += (1,) * (len(self._groups[0]) - len(GROUPS))
         return tuple(self._layer_plan(layer, all_of) for layer in range(len(self._groups)))
 

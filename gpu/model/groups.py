@@ -1,13 +1,13 @@
 """What adds the deltas of adapters to an output, and who makes such things for a device.
 
-What it owns: nothing; the two protocols the host's and the accelerator's groups follow.
+What it owns: nothing; the protocols the host's and the accelerator's groups follow.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from ..kernels.affine import AffineGroup, AffineSlice
+from ..kernels.affine import AffineSlice
 from ..kernels.bgmv import LoraSlice
 
 
@@ -25,6 +25,12 @@ class Delta(Protocol):
     ) -> None: ...
 
 
+class Affine(Protocol):
+    """The factors and offsets of a group's outputs; see `AffineGroup.apply`."""
+
+    def apply(self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int) -> None: ...
+
+
 class GroupMaker(Protocol):
     """Makes the groups of one model, for its device and dtype; see `HostKernels`."""
 
@@ -34,6 +40,6 @@ class GroupMaker(Protocol):
         """A group of pairs that share one input."""
         ...
 
-    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
+    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> Affine:
         """The vectors of such a group; asked for only with an affine layout."""
         ...

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.affine import AffineGroup, AffineSlice
+from ..kernels.affine import AffineSlice
 from ..kernels.bgmv import LoraSlice
 from ..lora.image import SlotImage
 from ..lora.layout import affine_step
 from ..lora.pool import LoraPool
-from .groups import Delta, GroupMaker
+from .groups import Affine, Delta, GroupMaker
 from .overlay import overlay_embeddings, overlay_logits
 
 
@@ -46,8 +46,8 @@ class TokenMatrices:
         self._low_rank = layout.embedding_rank > 0
         self._embed, self._head = len(layout.pairs) - 2, len(layout.pairs) - 1
         self._on_head: Delta | None = None
-        self._embed_vectors: AffineGroup | None = None
-        self._head_vectors: AffineGroup | None = None
+        self._embed_vectors: Affine | None = None
+        self._head_vectors: Affine | None = None
         if not self._low_rank:
             return
         self._row_slots = torch.empty(pool.max_rows, dtype=torch.int32)
@@ -60,7 +60,7 @@ class TokenMatrices:
             self._embed_vectors = self._vectors(kernels, self._embed)
             self._head_vectors = self._vectors(kernels, self._head)
 
-    def _vectors(self, kernels: GroupMaker, pair: int) -> AffineGroup:
+    def _vectors(self, kernels: GroupMaker, pair: int) -> Affine:
         n_out = self._pool.layout.pairs[pair].n_out
         part = AffineSlice(self._pool.affine_table(pair), affine_step(n_out), n_out, 0)
         return kernels.affine_group((part,), max_loras=self._pool.max_loras)

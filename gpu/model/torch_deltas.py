@@ -1,4 +1,4 @@
-"""The deltas of one step on a tensor space, each token's in the way that suits it.
+"""The deltas of one step on a tensor space, with DoRA's factors and biases, by kind of token.
 
 What it owns: tensors over the slots' memory. Rows that feed one token go through the LoRA kernels.
 Chunks of a prompt, whose tokens all have one slot, go through two GEMMs a module. Routed experts go
@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 from ..device import Stream
+from ..lora.layout import affine_step
 from ..lora.pool import LoraPool
 from ..tensors import TensorSpace
 from .adapters import GROUPS, LayerPlan
@@ -86,6 +87,17 @@ class SlotViews:
             self._made[slot, pair] = found
         return found
 
+    def vectors(self, slot: int, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """mul and add, float32 ``[out]``; only for layouts with an affine region."""
+        layout = self._pool.layout
+        at, n_out = self._pool.slot_address(slot), layout.pairs[pair].n_out
+        at += layout.affine_offsets[pair]
+        view = self._space.view
+        return (
+            view(at, (n_out,), torch.float32),
+            view(at + affine_step(n_out), (n_out,), torch.float32),
+        )
+
     def clear(self) -> None:
         """Drop the tensors."""
         self._made.clear()
@@ -151,10 +163,13 @@ class StepDeltas:
         for module in GROUPS[group]:
             pair = layout.pair_index[layer, module]
             width = layout.pairs[pair].n_out
+            target = out[chunk.begin : chunk.end, column : column + width]
             if self._pool.present(chunk.slot, pair):
                 a, b = self._views.get(chunk.slot, pair)
                 delta = (rows @ a.t()) @ b.t()
-                target = out[chunk.begin : chunk.end, column : column + width]
                 scale = self._pool.scale(chunk.slot, pair)
                 target.copy_(target.float() + scale * delta.float())
+            if self._pool.vectors(chunk.slot, pair):
+                mul, add = self._views.vectors(chunk.slot, pair)
+                target.copy_(target.float() * mul + add)
             column += width

@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
-from ...errors import DeviceError
 from ..device import Device, Stream
-from ..kernels.affine import AffineGroup, AffineSlice
+from ..kernels.affine import AffineSlice
+from ..kernels.affine_device import DeviceAffineGroup
 from ..kernels.bgmv import MAX_SLICES, LoraSlice
 from ..kernels.lora_device import DeviceLoraGroup, planes_bytes
 
@@ -80,16 +80,10 @@ class DeviceGroups:
         )
         return StreamGroup(group, self._stream, self.rows, self._dtype.itemsize)
 
-    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
-        """Refuse: DoRA's factors and biases have no kernel here, and layouts have no room for them.
-
-        Raises:
-            DeviceError: affine-not-on-device.
-        """
-        raise DeviceError(
-            "factors and biases of adapters do not run on an accelerator yet",
-            code="affine-not-on-device",
-        )
+    def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> StreamAffine:
+        """The vectors of a group on the stream. Raises DeviceError as `DeviceAffineGroup`."""
+        group = DeviceAffineGroup(self._device, slices, max_loras=max_loras, dtype=self._dtype)
+        return StreamAffine(group, self._stream, self.rows, self._dtype.itemsize)
 
     def close(self) -> None:
         """Free the planes, once."""
@@ -118,6 +112,24 @@ class StreamGroup:
             self._group.apply(
                 x_addr + at * x_stride * self._item,
                 x_stride,
+                out_addr + at * out_stride * self._item,
+                out_stride,
+                row_slot_addr + 4 * at,
+                min(self._rows, n_rows - at),
+                self._stream,
+            )
+
+
+class StreamAffine:
+    """A `DeviceAffineGroup` on its stream, many rows in several launches."""
+
+    def __init__(self, group: DeviceAffineGroup, stream: Stream, rows: int, item: int) -> None:
+        self._group, self._stream, self._rows, self._item = group, stream, rows, item
+
+    def apply(self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int) -> None:
+        """See `gpu.model.groups.Affine`."""
+        for at in range(0, n_rows, self._rows):
+            self._group.apply(
                 out_addr + at * out_stride * self._item,
                 out_stride,
                 row_slot_addr + 4 * at,

@@ -72,6 +72,7 @@ class TorchRunner:
         max_loras: int,
         max_lora_rank: int,
         overlay_rows: int,
+        affine: bool,
         expert_adapters: bool,
         max_expert_rank: int,
         num_blocks: int | None,
@@ -91,9 +92,7 @@ class TorchRunner:
         self.logits_sink: LogitsSink | None = None
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
         dims = config.to_lora_dims(expert_adapters=expert_adapters)
-        self.layout = SlotLayout(
-            dims, max_lora_rank, elem, overlay_rows, expert_rank=max_expert_rank
-        )
+        self.layout = SlotLayout(dims, max_lora_rank, elem, overlay_rows, affine, max_expert_rank)
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self._stream = device.create_stream(label="runner")
         padded = max(max_step_tokens, rows_of_buckets(max_sequences))
@@ -172,6 +171,7 @@ class TorchRunner:
         max_loras: int = 8,
         max_lora_rank: int = 64,
         overlay_rows: int = 0,
+        affine: bool = True,
         expert_adapters: bool = False,
         max_expert_rank: int = 0,
         num_blocks: int | None = None,
@@ -211,6 +211,7 @@ class TorchRunner:
                 max_loras=max_loras,
                 max_lora_rank=max_lora_rank,
                 overlay_rows=overlay_rows,
+                affine=affine,
                 expert_adapters=expert_adapters,
                 max_expert_rank=max_expert_rank,
                 num_blocks=num_blocks,

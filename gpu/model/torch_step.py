@@ -17,7 +17,7 @@ import torch
 
 from ...errors import DeviceError
 from ..device import Device, Stream
-from ..graphs import BUCKETS, GraphCache, GraphKey, bucket_of
+from ..graphs import BUCKETS, Case, GraphCache, GraphKey, bucket_of
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
 from ..tensors import TensorSpace
@@ -134,7 +134,7 @@ class StepRunner:
     def warm(self, every_group: bool) -> None:
         """Run the one-row batch eagerly, with all LoRA kernels or none."""
         self._send([1], [-1], [], padded=1)
-        self._decode(1, 1, every_group)
+        self._decode(1, 1, "affine" if every_group else "none")
 
     def run(
         self, rows: Sequence[RowLike], n: int, slots: frozenset[int], sampling: list[int]
@@ -157,7 +157,10 @@ class StepRunner:
             return self._mixed(rows, n, overlaid, sampling)
         self._send([1] * n, self._batch.slots, [], padded=bucket)
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
-        self._replay(bucket, span_of(longest, self._blocks), slots != {-1})
+        case: Case = "none"
+        if self._adapters is not None and slots != {-1}:
+            case = "affine" if self._adapters.affine(slots) else "routed"
+        self._replay(bucket, span_of(longest, self._blocks), case)
         return (self._logits[:bucket], sampling) if sampling else (None, [])
 
     def choose(
@@ -190,18 +193,18 @@ class StepRunner:
 
     # Decode steps
 
-    def _replay(self, bucket: int, span: int, routed: bool) -> None:
-        key = GraphKey("decode", bucket, "routed" if routed else "none", 1, span)
+    def _replay(self, bucket: int, span: int, case: Case) -> None:
+        key = GraphKey("decode", bucket, case, 1, span)
         if self._graphs is None or key not in self._warm:
             if len(self._warm) >= MAX_WARM:
                 self._warm.clear()
             self._warm.add(key)
-            self._decode(bucket, span, routed)
+            self._decode(bucket, span, case)
             return
 
         def record() -> None:
             with self._space.recording():
-                self._decode(bucket, span, routed)
+                self._decode(bucket, span, case)
 
         try:
             self._graphs.run(key, self._stream, record)
@@ -210,17 +213,18 @@ class StepRunner:
                 raise
             logger.warning("decode steps run without graphs from now on: %s", error)
             self._drop_graphs()
-            self._decode(bucket, span, routed)
+            self._decode(bucket, span, case)
 
-    def _decode(self, rows: int, span: int, routed: bool) -> None:
+    def _decode(self, rows: int, span: int, case: Case) -> None:
         """Queue a padded decode step; nothing here depends on values."""
         arrays, sampler = self._arrays, self._sampler
         assert arrays is not None and sampler is not None
         tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
         attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
         plan, experts = None, NOWHERE
-        if routed and self._adapters is not None:
-            plan, experts = self._adapters.every_group(), self._adapters.every_half()
+        if case != "none" and self._adapters is not None:
+            plan = self._adapters.every_group(affine=case == "affine")
+            experts = self._adapters.every_half()
         states = None if self._states is None else StateStep(arrays.places[:rows])
         h = self._model.embed(arrays.tokens[:rows])
         step = Step(

@@ -26,7 +26,7 @@ OPTIONS = {
 PROMPTS = ([44, 54, 99], [14, 50], [102, 37, 66, 50], [6, 5, 38])
 CASES = {
     "qwen35_moe": ("experts_router_attn", "all_linear"),
-    "qwen35": ("gdn_all_r4", "all_linear"),
+    "qwen35": ("dora", "gdn_all_r4"),
 }
 MIXES = ((0, -1, 1, 0), (-1, 1, 1, 2), (2, 2, 0, -1), (-1, -1, -1, -1))
 
@@ -92,7 +92,7 @@ def on_host(data_dir):
 
     def make(dtype, family="llama"):
         folder = data_dir / "oracle" / family
-        more = {"expert_adapters": family == "qwen35_moe", "affine": False}
+        more = {"expert_adapters": family == "qwen35_moe"}
         runner = Runner.load(folder / "base", HostDevice(), dtype=dtype, **(OPTIONS | more))
         opened.append(runner)
         return Served(runner, folder)

@@ -20,6 +20,8 @@ CASES = [
     ("qwen35", "tokens"),
     ("qwen35", "mts_embed_head"),
     ("qwen35", "patterns"),
+    ("qwen35", "dora"),
+    ("qwen35", "lora_bias"),
     ("qwen35", "all_linear"),
     ("qwen35", "r64"),
     ("qwen35_moe", "base"),
