@@ -114,3 +114,23 @@ def test_too_large_a_pool_is_refused_by_name(kind: Any, data_dir: Any) -> None:
     assert refused.value.code in ("pool-too-large", "bad-argument", "rank-too-large")
     assert tokens(runner, -1)
     runner.close()
+
+
+def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(data_dir: Any) -> None:
+    folder = data_dir / "oracle" / "qwen35"
+    options = OPTIONS | {"max_lora_rank": 4, "max_embedding_rank": 8}
+    runner = Runner.load(folder / "base", HostDevice(checked=True), **options)
+
+    def place(slot: int) -> None:
+        source = DirectorySource(str(folder / "adapters" / "embed_head_lora"))
+        runner.commit(slot, stage(source, runner.layout, base_rows=runner.base_rows).image)
+
+    place(1)
+    base, before = tokens(runner, -1), tokens(runner, 1)
+    assert base != before
+    strides = [pair.stride for pair in runner.layout.pairs[-2:]]
+    runner.relayout(3, 32)
+    place(2)
+    assert tokens(runner, 2) == before and tokens(runner, -1) == base
+    assert strides == [pair.stride for pair in runner.layout.pairs[-2:]] == [8, 8]
+    runner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -227,7 +228,9 @@ def test_arena_blocks_come_back() -> None:
 
 
 def test_layouts_travel(kit: Any) -> None:
-    for layout in (kit.small, kit.large):
+    low = dataclasses.replace(kit.small, expert_rank=2, embedding_rank=3)
+    assert low.fingerprint() != kit.small.fingerprint()
+    for layout in (kit.small, kit.large, low):
         spec = layout_spec(layout)
         assert layout_of(spec, layout.fingerprint(), 1 << 30) == layout
     spec = layout_spec(kit.small)
