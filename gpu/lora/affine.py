@@ -15,7 +15,7 @@ Formulas: PEFT 0.21, `peft/tuners/lora/dora.py` (`DoraLinearLayer`), `layer.py` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -105,11 +105,12 @@ def plan_affine(
         )
     ]
     if made and not layout.affine:
+        need = replace(layout, affine=True).slot_bytes - layout.slot_bytes
         raise RejectError(
             "the adapter scales or shifts outputs, and slots have no room for that",
             code="affine-no-room",
             subject=", ".join(sorted({kind for vectors in made for kind in vectors.kinds})),
-            expected="an engine with affine=True",
+            expected=f"an engine with affine=True, which takes {need} bytes more in each slot",
         )
     return tuple(made)
 

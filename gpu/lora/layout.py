@@ -226,6 +226,11 @@ class SlotLayout:
         start = round_up(self._affine_end, ALIGN)
         return OverlayOffsets(start, start + ids, start + ids + rows, start + 2 * ids + rows)
 
+    def overlay_bytes(self, rows: int) -> int:
+        """Bytes of each slot that an overlay of ``rows`` rows a matrix takes."""
+        values = rows * self.dims.hidden * self.elem.size
+        return 2 * (round_up(4 * rows, ALIGN) + round_up(values, ALIGN))
+
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot, a multiple of 16."""

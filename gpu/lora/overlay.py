@@ -132,11 +132,13 @@ def plan_overlay(
         head = embed  # saved once, and the config says that both matrices stay one
     for leaf, part in (("embed_tokens", embed), ("lm_head", head)):
         if part is not None and len(part) > layout.overlay_rows:
+            need = layout.overlay_bytes(len(part)) - layout.overlay_bytes(layout.overlay_rows)
             raise RejectError(
                 "the adapter replaces more token rows than a slot holds; raise overlay_rows",
                 code="overlay-exceeds-pool",
                 subject=leaf,
-                expected=f"at most {layout.overlay_rows} rows",
+                expected=f"at most {layout.overlay_rows} rows; {len(part)} take {need} bytes "
+                "more in each slot",
                 found=len(part),
             )
     return OverlayPlan(embed, head)

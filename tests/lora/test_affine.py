@@ -181,6 +181,8 @@ def test_without_the_base_or_without_room(kit: Any) -> None:
     assert kit.refusal(dora, config, layout_of(kit)).code == "affine-no-base"
     error = kit.refusal(dora, config, kit.layout(), base_rows=Base(kit))
     assert (error.code, error.subject) == ("affine-no-room", "dora")
+    need = kit.layout(affine=True).slot_bytes - kit.layout().slot_bytes
+    assert f"which takes {need} bytes more in each slot" in str(error.expected)
     trained = kit.refusal(kit.pair(), kit.config(bias="all"), layout_of(kit))
     assert trained.code == "affine-no-base"
 

@@ -200,10 +200,14 @@ def test_no_base_beside_it(kit: Any) -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_more_rows_than_a_slot_holds(kit: Any, rows: int) -> None:
     config = kit.config(trainable_token_indices=[1, 2, 3])
-    error = kit.refusal(kit.pair() | {DELTA: kit.tensor((3, 8))}, config, layout_of(kit, rows))
+    small, enough = layout_of(kit, rows), layout_of(kit, 3)
+    error = kit.refusal(kit.pair() | {DELTA: kit.tensor((3, 8))}, config, small)
+    need = enough.overlay_bytes(3) - small.overlay_bytes(rows)
+    if rows:  # else the region's own alignment comes with it
+        assert need == enough.slot_bytes - small.slot_bytes
     assert (error.code, error.expected, error.found) == (
         "overlay-exceeds-pool",
-        f"at most {rows} rows",
+        f"at most {rows} rows; 3 take {need} bytes more in each slot",
         "3",
     )
 
