@@ -13,7 +13,7 @@ socket checks nothing: "digest alone" is what hashing the image costs one thread
 adapters has it, in MB of image a second.
 
 The loop's longest stall is that of an event loop in this process while a worker thread stages,
-median of seven stagings, with the engine's own settings (`rota.sched.prompt`); of it, "core ms" is
+median of five stagings, with the engine's own settings (`rota.sched.prompt`); of it, "core ms" is
 what the loop's thread waited for a core (/proc/thread-self/schedstat), when others want the same
 two. The first line of a size says how late the loop is with nothing staged. Writes
 bench/results/stage.json.
@@ -58,7 +58,7 @@ from rota.sched.prompt import prompt_switching, settle_heap
 RANK = 16
 RAW, RAW_KEPT = "raw socket", "raw socket, kept"
 PACKED, PACKED_KEPT = "peer, packed image", "peer, packed image, kept"
-SEVERAL_BYTES = 400e6
+SEVERAL_BYTES = 300e6
 
 
 def layout_of(megabytes: float) -> SlotLayout:
@@ -232,21 +232,21 @@ def longest_stall(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def stalls(call: Callable[[], Any]) -> dict[str, float]:
-    """The median of seven, and the core's part of that very one."""
-    stall, core = sorted(longest_stall(call) for _ in range(7))[3]
+    """The median of five, and the core's part of that very one."""
+    stall, core = sorted(longest_stall(call) for _ in range(5))[2]
     return {"longest loop stall ms": round(stall, 3), "of it for a core ms": round(core, 3)}
 
 
 def several(call: Callable[[], Any], size: int) -> float:
-    """MB/s of many calls of ``size`` bytes by two threads; the best of three."""
-    count = max(8, min(400, round(SEVERAL_BYTES / size)))
+    """MB/s of many calls of ``size`` bytes by two threads; the best of two."""
+    count = max(6, min(400, round(SEVERAL_BYTES / size)))
     best = 0.0
 
     def once() -> None:
         call()  # an image that was kept would take new memory from the system each time
 
     with ThreadPoolExecutor(2) as pool:
-        for _ in range(3):
+        for _ in range(2):
             begin = time.perf_counter()
             for done in [pool.submit(once) for _ in range(count)]:
                 done.result()

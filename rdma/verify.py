@@ -6,13 +6,14 @@ What it owns: its threads. Invariant: nothing is called good before every byte o
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import StagingError
+from ..gpu.lora.background import digest_pool
 from .hashes import Hash
 from .messages import CHUNK_BYTES
 
@@ -36,7 +37,7 @@ class ChunkVerifier:
     def __init__(self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash) -> None:
         self._array, self._digests, self._hash = array, digests, hash_
         # Its threads start with the first chunk given to it: an image of one needs none.
-        self._pool = ThreadPoolExecutor(_HASHERS, "rota-verify")
+        self._pool = digest_pool(_HASHERS, "rota-verify")
         self._checks: list[Future[None]] = []
         self._next = 0
 
@@ -75,7 +76,7 @@ class WholeVerifier:
 
     def __init__(self, head: bytes) -> None:
         self._hash = hashlib.sha256(head)
-        self._pool = ThreadPoolExecutor(1, "rota-verify")
+        self._pool = digest_pool(1, "rota-verify")
         self._array: npt.NDArray[np.uint8] | None = None
         self._done = 0
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-SWITCH_S: Final = 0.001
+SWITCH_S: Final = 0.0005
 """Seconds until a thread that holds the interpreter is asked to let another one have it."""
 
 
