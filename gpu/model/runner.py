@@ -346,7 +346,8 @@ class Runner:
             InternalError: bad-row, empty-slot, state-position, bad-snapshot, no-state-place.
                 Nothing was touched.
             DeviceError: step-failed, runner-closed; the KV of this step's positions is undefined,
-                and so are recurrent states: these sequences go on from position 0 only.
+                and so are recurrent states and snapshots to be saved: these sequences go on from
+                position 0 or another snapshot only.
         """
         model = self._alive()
         slots = slots_of(self._adapters, rows)
@@ -354,7 +355,11 @@ class Runner:
             n = self._batch.fill(rows)
             if self._states is not None:
                 self._states.begin(rows)
-            return self._run(model, rows, n, slots)
+            outputs = self._run(model, rows, n, slots)
+            if self._states is not None:
+                self._states.save(rows)
+                self._states.done(rows)
+        return outputs
 
     def _run(
         self,
@@ -375,9 +380,6 @@ class Runner:
         if changed and adapters is not None:
             adapters.token_matrices.embed(changed, batch.slots, tokens, hidden, row_slots or 0)
         h, delta = model.layers(n, plan, row_slots or 0)
-        if self._states is not None:
-            self._states.save(rows)
-            self._states.done(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         if not sampling:
             return [RowOutput(row.seq, -1) for row in rows]
