@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
@@ -173,6 +173,24 @@ def shut(stream: anyio.abc.ByteStream) -> None:
     raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
     with suppress(OSError):
         raw.shutdown(socket.SHUT_RDWR)
+
+
+def sender_at_once(stream: anyio.abc.ByteStream) -> Callable[[bytes], int]:
+    """A function that gives the kernel what it takes without waiting, and returns how many bytes
+    that was: two turns of the event loop less for each write than the stream's own ``send``, which
+    is still to be used for the rest, and says what is wrong if something is. It takes nothing where
+    the stream has a buffer of its own (TCP on asyncio)."""
+    raw = stream.extra(anyio.abc.SocketAttribute.raw_socket, None)
+    if not isinstance(raw, socket.socket):
+        return lambda data: 0
+
+    def send(data: bytes) -> int:
+        try:
+            return raw.send(data, socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
+    return send
 
 
 def keep_alive(stream: anyio.abc.SocketStream) -> None:

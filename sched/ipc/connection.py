@@ -20,7 +20,7 @@ from ...errors import CapacityError, RotaError, WireError
 from ..face import DEFAULT
 from ..failures import to_failure
 from . import wire
-from .address import shut
+from .address import sender_at_once, shut
 from .limits import IpcLimits
 from .outflow import Outflow, Request
 from .session import ServerSession
@@ -157,13 +157,17 @@ class Connection:
             shut(self._stream)
 
     async def _write(self) -> None:
-        frames = self._session.frames
+        frames, send_at_once = self._session.frames, sender_at_once(self._stream)
         while True:
             self._outflow.collect()
             if not frames.pending:
                 await self._outflow.bell.wait()
                 continue
             data = frames.data_to_send()
+            if (sent := send_at_once(data)) == len(data):
+                self._drained.set()
+                continue
+            data = data[sent:]
             self._sending = True
             self._drained.set()
             with anyio.move_on_after(self._limits.send_timeout_s, shield=True) as scope:

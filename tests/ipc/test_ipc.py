@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import stat
 import threading
 from inspect import signature
 from pathlib import Path
@@ -23,7 +22,6 @@ from rota.errors import (
     StagingError,
     WireError,
 )
-from rota.sched.ipc.address import TcpAddress, UnixAddress, parse_address
 from rota.sched.ipc.client import Backoff, Client
 from rota.sched.ipc.limits import IpcLimits
 from rota.sched.sim.engine import sim_content, sim_text
@@ -318,32 +316,6 @@ async def test_wrong_tokens_and_too_many_frontends_are_named(serving: Any) -> No
             assert full.value.code == "too-many-connections"
 
 
-async def test_tcp_needs_a_token_and_sockets_are_private(serving: Any, tmp_path: Path) -> None:
-    async with serving() as world:
-        with pytest.raises(RequestError) as caught:
-            await world.server.serve("127.0.0.1:0")
-        assert caught.value.code == "token-needed"
-        mode = os.stat(world.address.path).st_mode
-        assert stat.S_IMODE(mode) == 0o600
-        with pytest.raises(EngineClosedError) as used:
-            await world.server.serve(world.address)
-        assert used.value.code == "address-in-use"
-        async with world.connect() as engine:
-            await engine.ping()
-    assert not await anyio.Path(world.address.path).exists()
-    (tmp_path / "rota.sock").write_text("a file")
-    with pytest.raises(EngineClosedError) as file:
-        await world.server.serve(world.address)
-    assert file.value.code == "address-in-use"
-
-
-async def test_no_engine_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineClosedError) as caught:
-        async with rota.connect(tmp_path / "nobody.sock"):
-            pass
-    assert caught.value.code == "engine-unreachable"
-
-
 async def test_garbage_ends_its_own_connection_only(serving: Any) -> None:
     async with serving() as world, world.connect() as engine:
         stream = engine.generate([1], None, params(100))
@@ -393,27 +365,6 @@ async def test_a_cancelled_call_is_forgotten_and_its_work_goes_on(serving: Any) 
         gate.set()
         await world.settled()
         assert (await engine.refresh()).adapters[0].level == "device"
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("unix:/run/rota.sock", UnixAddress("/run/rota.sock")),
-        ("./rota.sock", UnixAddress("./rota.sock")),
-        ("localhost:7000", TcpAddress("localhost", 7000)),
-        ("[::1]:7000", TcpAddress("::1", 7000)),
-    ],
-)
-def test_addresses(text: str, address: Any) -> None:
-    assert parse_address(text) == address
-    assert parse_address(str(address)) == address
-
-
-@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:70000", "unix:"])
-def test_bad_addresses(text: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_address(text)
-    assert caught.value.code == "bad-address"
 
 
 def test_back_off_grows_to_its_limit() -> None:
