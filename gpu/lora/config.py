@@ -93,6 +93,7 @@ class PeftConfig:
         target_parameters: parameters of the base that are adapted by name (experts, router).
         token_indices: leaf -> token ids, in the order of the delta's rows.
         ensure_weight_tying: as in the file.
+        peft_version: as in the file, or ``None``.
         mlx: written by mlx-lm; tensors need `mlx.to_peft_tensors`.
         notes, ignored: for the report.
     """
@@ -115,6 +116,7 @@ class PeftConfig:
     target_parameters: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     ensure_weight_tying: bool
+    peft_version: str | None
     mlx: bool
     notes: tuple[str, ...]
     ignored: tuple[tuple[str, str], ...]
@@ -219,6 +221,7 @@ def parse_config(raw: bytes, *, max_bytes: int = 1 << 20) -> PeftConfig:
         target_parameters=parameters or (),
         token_indices=MappingProxyType(tokens),
         ensure_weight_tying=_flag(config, "ensure_weight_tying"),
+        peft_version=config["peft_version"] if type(config.get("peft_version")) is str else None,
         mlx=mlx,
         notes=tuple(notes),
         ignored=ignored[:64],
@@ -391,11 +394,3 @@ def _tokens(value: Any) -> dict[str, tuple[int, ...]]:
         if ids:
             tokens[leaf] = tuple(dict.fromkeys(ids))
     return tokens
-
-
-def match_name(name: str, targets: tuple[str, ...]) -> str | None:
-    """First target that selects the module ``name``: equal to it, or a dotted suffix of it."""
-    for target in targets:
-        if name == target or name.endswith("." + target):
-            return target
-    return None

@@ -10,6 +10,7 @@ write 3-D factors under the parameter's own name, which need no such reading.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -18,14 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import RejectError
-from .config import PeftConfig, match_name
+from .config import PeftConfig
 from .dims import EXPERT_MODULES, LoraModule
 from .keys import ExpertsKey, Half, PairKey
 from .layout import SlotLayout
 from .pack import file_array
+from .patterns import match_name
 from .safefile import Tensor
 
 Placed = tuple[PairKey, Tensor]
+_VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+_SWAPPED_UNTIL: Final = (0, 19, 1)
+"""The version of PEFT from which in and out are no longer swapped."""
 _GATE_UP: Final = "gate_up_proj"
 _DOWN: Final = "down_proj"
 _PARTS: Final = {
@@ -132,6 +137,8 @@ def _split(
             expected=f"A [{experts} x {rank}, {n_in}] and B [{n_out}, {rank} x {experts}]",
             found=f"A {list(a.shape)} and B {list(b.shape)}",
         )
+    if as_now and swapped:
+        as_now = _as_now(config, a)
     by_expert = file_array(a).reshape(experts, rank, -1)
     last = np.ascontiguousarray(file_array(b).reshape(-1, rank, experts).transpose(2, 0, 1))
     if as_now:
@@ -140,6 +147,24 @@ def _split(
         first = np.ascontiguousarray(last.transpose(0, 2, 1))
         second = np.ascontiguousarray(by_expert.transpose(0, 2, 1))
     return _each(key, name, modules, (a, first), (b, second), layout)
+
+
+def _as_now(config: PeftConfig, a: Tensor) -> bool:
+    """Which of the two layouts factors have whose shapes fit both: by the version that wrote them.
+
+    Raises:
+        RejectError: target_parameters, when the config does not name one.
+    """
+    found = _VERSION.match(config.peft_version or "")
+    if found is None:
+        raise RejectError(
+            "shapes alone do not tell which way round the experts' factors are",
+            code="target_parameters",
+            subject=a.key,
+            expected="peft_version in the config",
+            found=repr(config.peft_version)[:80],
+        )
+    return tuple(map(int, found.groups())) >= _SWAPPED_UNTIL
 
 
 def _stacked(

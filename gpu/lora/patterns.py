@@ -136,3 +136,11 @@ def _class_end(pattern: str, index: int) -> int:
 
 def _bad(why: str, code: str, key: str) -> RejectError:
     return RejectError(why, code=code, subject=key[:200])
+
+
+def match_name(name: str, targets: tuple[str, ...]) -> str | None:
+    """First target that selects the module ``name``: equal to it, or a dotted suffix of it."""
+    for target in targets:
+        if name == target or name.endswith("." + target):
+            return target
+    return None

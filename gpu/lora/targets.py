@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Final
 
 from ...errors import RejectError
-from .config import PeftConfig, match_name
+from .config import PeftConfig
 from .dims import EXPERT_MODULES, LoraModule
 from .experts import module_names, named_parameter
 from .keys import FUSED, PARTS_OF_QKV, Half, PairKey, fused_parts
 from .layout import SlotLayout
+from .patterns import match_name
 from .safefile import Tensor
 from .tokens import TOKEN_LEAVES, check_target, follows_embedding
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rota.errors import RejectError
-from rota.gpu.lora.config import match_name, parse_config
+from rota.gpu.lora.config import parse_config
+from rota.gpu.lora.patterns import match_name
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type"),

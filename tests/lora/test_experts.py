@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,31 @@ def test_refusals_of_expert_factors(root: Path, layout: SlotLayout) -> None:
     assert (found.code, found.subject) == ("unmatched-target", "mlp.gate.weight")
     found = refusal(tensors, config | {"r": 3}, layout)
     assert found.code == "shape-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("version", "swapped"), [("0.21.2", False), ("0.19.1", False), ("0.19.0", True)]
+)
+def test_shapes_that_fit_both_layouts_are_told_by_the_version(
+    root: Path, layout: SlotLayout, version: str, swapped: bool
+) -> None:
+    dims = dataclasses.replace(layout.dims, hidden=2 * I)
+    square = SlotLayout(dims, 8, Elem.F32)
+    _, config = read(root, "experts_down_only")
+    config |= {"target_parameters": ["mlp.experts.gate_up_proj"], "peft_version": version}
+    at = "base_model.model.model.layers.1.mlp.experts.lora_"
+    tensors = {
+        at + "A.weight": torch.randn(E * R, 2 * I, generator=torch.Generator().manual_seed(1)),
+        at + "B.weight": torch.randn(2 * I, R * E, generator=torch.Generator().manual_seed(2)),
+    }
+    found = staged(tensors, config, square)
+    a = tensors[at + "A.weight"].reshape(E, R, -1)
+    b = tensors[at + "B.weight"].reshape(-1, R, E)
+    for expert in (0, E - 1):
+        delta = b[:, :, expert] @ a[expert]
+        delta = delta.T if swapped else delta
+        pair = square.pair_index[1, LoraModule.EXPERT_GATE_PROJ] + expert
+        left, right = square.pair_views(found.image.buffer, pair)
+        np.testing.assert_allclose(right @ left, delta[:I].numpy(), rtol=1e-5, atol=1e-5)
+    error = refusal(tensors, config | {"peft_version": None}, square)
+    assert (error.code, error.expected) == ("target_parameters", "peft_version in the config")
