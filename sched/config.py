@@ -26,6 +26,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens. ``spill_bytes``: host memory for KV blocks and states of preempted sequences; what finds
     no room is recomputed. ``spill_bytes_per_token``: bytes that go out and come back in the time it
     takes to recompute one token, by which the cheaper is chosen.
+    ``step_depth``: steps in flight at once, 1 or 2; ``None``: 2 on an accelerator, 1 on the host,
+    whose steps are long beside the pause between two.
     ``drain_after_s``: how long an adapter waits for a slot before a busy one is drained.
     ``seed``: of the draws of requests that bring no seed (``None``: from the system)."""
 
@@ -43,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: _Positive = 4096
     max_step_tokens: _Positive = 512
     mixed_step_tokens: _Positive = 128
+    step_depth: Annotated[int, msgspec.Meta(ge=1, le=2)] | None = None
     prefix_cache: bool = True
     state_snapshots: Annotated[int, msgspec.Meta(ge=0, le=16384)] = 32
     snapshot_tokens: _Positive = 1024

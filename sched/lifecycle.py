@@ -81,6 +81,7 @@ class Parts:
                 max_waiting=config.max_waiting,
                 max_step_tokens=config.max_step_tokens,
                 mixed_step_tokens=config.mixed_step_tokens,
+                step_depth=config.step_depth or (1 if isinstance(self.runner, Runner) else 2),
                 prefix_cache=config.prefix_cache,
                 spill_blocks=info.spill_blocks,
                 spill_block_cost=info.kv_bytes / info.num_blocks / config.spill_bytes_per_token,

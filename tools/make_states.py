@@ -27,7 +27,7 @@ From the moment its image is ready until its slot is chosen, a job waits at most
 
     (drain_after_s + longest lease) * (1 + slots given to others meanwhile)
 
-and two steps and the commits in between; undisturbed by others, at most
+and `step_depth` + 1 steps and the commits in between; undisturbed by others, at most
 
     drain_after_s + longest remaining lease of the chosen victim
 

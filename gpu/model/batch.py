@@ -1,8 +1,8 @@
 """One step's rows, checked and laid out for the kernels.
 
-What it owns: the structs of the runner's contract and the fixed arrays of one step (`StepBatch`).
-Invariants: nothing is written to KV memory unless every row passed `StepBatch.fill`; tokens of a
-row lie side by side, rows in call order.
+What it owns: the structs of the runner's contract, the fixed arrays of one step (`StepBatch`) and
+what the step before sampled, which rows may be fed. Invariants: nothing is written to KV memory
+unless every row passed `StepBatch.fill`; tokens of a row lie side by side, rows in call order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class RowInput(msgspec.Struct, frozen=True):
     """Feed ``tokens`` at positions ``start..start+len-1`` of sequence ``seq``.
 
     Its KV lives in ``blocks`` (16 tokens each, in order of position). ``slot`` -1 is base.
-    ``sample`` is False for prefill chunks that are not the last. ``load``: the snapshot that the
-    sequence's recurrent state is first copied from; ``save``: the one it is copied to after the
-    tokens; -1 is none, as always in families without such a state.
+    ``sample`` is False for prefill chunks that are not the last. A row's one token may be ``~i``
+    (negative): what row ``i`` of the step before, of the same sequence, sampled. ``load``: the
+    snapshot that the sequence's recurrent state is first copied from; ``save``: the one it is
+    copied to after the tokens; -1 is none, as always in families without such a state.
     """
 
     seq: int
@@ -91,6 +92,8 @@ class StepBatch:
         lens: int32 ``[tokens]``, keys each token sees (position + 1).
         block_tables: int32 ``[rows, blocks]``.
         slots: slot of each token. last: index of each row's last token.
+        unfed: rows that name a row of the step before that sampled nothing. They are fed token 0,
+            so that the others run, and are to be answered with an error.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -108,6 +111,12 @@ class StepBatch:
         self._lens, self._tables = self.lens.numpy(), self.block_tables.numpy()
         self.slots: list[int] = []
         self.last: list[int] = []
+        self.unfed: list[int] = []
+        self._sampled: list[tuple[int, int]] = []
+
+    def sampled(self, outputs: Sequence[RowOutput]) -> None:
+        """Remember what the step sampled, for rows of the next one."""
+        self._sampled = [(output.seq, output.token) for output in outputs]
 
     def fill(self, rows: Sequence[RowLike]) -> int:
         """Check every row, write the arrays, return the number of tokens.
@@ -115,7 +124,10 @@ class StepBatch:
         Raises:
             InternalError: bad-row (the subject names the sequence, and the message the fault).
         """
+        # A step that fails has sampled nothing.
+        before, self._sampled = self._sampled, []
         self._check(rows)
+        unfed: list[int] = []
         slots: list[int] = []
         last: list[int] = []
         at = 0
@@ -125,7 +137,13 @@ class StepBatch:
             used = -(-(start + count) // BLOCK_TOKENS)
             self._tables[index, :used] = row.blocks[:used]
             if count == 1:
-                tokens[at], positions[at] = row.tokens[0], start
+                token = row.tokens[0]
+                if token < 0:
+                    token = self._fed(row, ~token, before)
+                    if token < 0:
+                        unfed.append(index)
+                        token = 0
+                tokens[at], positions[at] = token, start
                 block = row.blocks[start // BLOCK_TOKENS]
                 mapping[at] = block * BLOCK_TOKENS + start % BLOCK_TOKENS
                 slots.append(row.slot)
@@ -141,10 +159,19 @@ class StepBatch:
             at += count
             last.append(at - 1)
         np.add(positions[:at], 1, out=self._lens[:at])
-        self.slots, self.last = slots, last
+        self.slots, self.last, self.unfed = slots, last, unfed
         if at and not 0 <= int(tokens[:at].min()) <= int(tokens[:at].max()) < self.limits.vocab:
             raise self._bad("a token id outside the vocabulary", None, self.limits.vocab, None)
         return at
+
+    def _fed(self, row: RowLike, index: int, before: list[tuple[int, int]]) -> int:
+        """What row ``index`` of the step before sampled, -1 if nothing."""
+        if index >= len(before):
+            return -1
+        seq, token = before[index]
+        if seq != row.seq:
+            raise self._bad("a row is fed another sequence's token", row, row.seq, seq)
+        return token
 
     def _check(self, rows: Sequence[RowLike]) -> None:
         limits = self.limits

@@ -7,15 +7,16 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final
 
 import torch
 
 from ...errors import DeviceError, InternalError, RotaError
-from .batch import RowOutput
+from .batch import RowLike, RowOutput, StepBatch
 from .sampling import Choice, Sampler, SamplingParams
 
 MAX_STEP_TOKENS: Final = 1 << 16
@@ -91,9 +92,43 @@ def named_failure() -> Iterator[None]:
         ) from error
 
 
-def row_output(seq: int, choice: Choice) -> RowOutput:
-    """What a row's choice becomes in the step's answer."""
+def step_outputs(
+    rows: Sequence[RowLike], choices: Iterable[Choice], batch: StepBatch
+) -> list[RowOutput]:
+    """The step's answer, in row order; ``batch`` remembers it for rows of the next step.
+
+    Args:
+        choices: of the rows that sample, in order.
+        batch: filled with these rows.
+    """
+    chosen = iter(choices)
+    outputs = [
+        _output(row.seq, next(chosen)) if row.sample else RowOutput(row.seq, -1) for row in rows
+    ]
+    for index in batch.unfed:
+        outputs[index] = RowOutput(rows[index].seq, -1, error=_not_fed(rows[index].seq))
+    batch.sampled(outputs)
+    return outputs
+
+
+def nothing_fed(rows: Sequence[RowLike], batch: StepBatch) -> list[RowOutput] | None:
+    """The answer of a step that cannot run, since the step that all its rows are fed from has
+    failed; ``None`` for any other."""
+    if len(batch.unfed) < len(rows):
+        return None
+    return step_outputs(rows, repeat(Choice(-1)), batch)
+
+
+def _output(seq: int, choice: Choice) -> RowOutput:
     return RowOutput(seq, choice.token, choice.logprob, choice.top, choice.error)
+
+
+def _not_fed(seq: int) -> InternalError:
+    return InternalError(
+        "the row of the step before whose sample this row is fed has none",
+        code="row-not-fed",
+        subject=f"sequence {seq}",
+    )
 
 
 class OpenSequences:

@@ -33,7 +33,8 @@ from .contract import (
     RunnerInfo,
     check_limits,
     named_failure,
-    row_output,
+    nothing_fed,
+    step_outputs,
 )
 from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
@@ -350,9 +351,12 @@ class Runner:
                 position 0 or another snapshot only.
         """
         model = self._alive()
-        slots = slots_of(self._adapters, rows)
         with torch.inference_mode(), named_failure():
             n = self._batch.fill(rows)
+            unfed = nothing_fed(rows, self._batch)
+            if unfed is not None:
+                return unfed
+            slots = slots_of(self._adapters, rows)
             if self._states is not None:
                 self._states.begin(rows)
             outputs = self._run(model, rows, n, slots)
@@ -382,7 +386,7 @@ class Runner:
         h, delta = model.layers(n, plan, row_slots or 0)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         if not sampling:
-            return [RowOutput(row.seq, -1) for row in rows]
+            return step_outputs(rows, (), batch)
         wanted = [batch.last[i] for i in sampling]
         states, logits = model.head(h, delta, None if len(wanted) == n else wanted)
         if changed and adapters is not None:
@@ -390,11 +394,7 @@ class Runner:
             adapters.token_matrices.logits(changed, own, states, logits)
         if self.logits_sink is not None:
             self.logits_sink([rows[i].seq for i in sampling], logits)
-        choices = iter(self._choose([rows[i].seq for i in sampling], logits))
-        return [
-            row_output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
-            for row in rows
-        ]
+        return step_outputs(rows, self._choose([rows[i].seq for i in sampling], logits), batch)
 
     def _choose(self, seqs: list[int], logits: torch.Tensor) -> list[Choice]:
         def choose(rows: list[int], samplers: list[Sampler]) -> list[Choice]:

@@ -39,7 +39,8 @@ from .contract import (
     RunnerInfo,
     check_limits,
     named_failure,
-    row_output,
+    nothing_fed,
+    step_outputs,
 )
 from .kv import blocks_within, spare_bytes
 from .linears import BaseLinears
@@ -339,11 +340,14 @@ class TorchRunner:
     def step(self, rows: Sequence[RowLike]) -> list[RowOutput]:
         """See `Runner.step`."""
         steps = self._alive()
-        slots = slots_of(self._adapters, rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         seqs = [rows[i].seq for i in sampling]
         with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
             n = self._batch.fill(rows)
+            unfed = nothing_fed(rows, self._batch)
+            if unfed is not None:
+                return unfed
+            slots = slots_of(self._adapters, rows)
             if self._states is not None:
                 self._states.begin(rows)
             logits, places = steps.run(rows, n, slots, sampling)
@@ -352,16 +356,13 @@ class TorchRunner:
                 assert logits is not None
                 return steps.choose(samplers, [places[i] for i in chosen], logits)
 
-            choices = iter(self._sequences.choose(seqs, choose) if seqs else ())
+            choices = self._sequences.choose(seqs, choose) if seqs else []
             self._device.synchronize(self._stream)
         if self._states is not None:
             self._states.done(rows)
         if self.logits_sink is not None and logits is not None:
             self.logits_sink(seqs, logits.cpu()[places])
-        return [
-            row_output(row.seq, next(choices)) if row.sample else RowOutput(row.seq, -1)
-            for row in rows
-        ]
+        return step_outputs(rows, choices, self._batch)
 
     # Life time
 

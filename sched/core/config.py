@@ -35,7 +35,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``state_blocks``: host memory of one spilled state, in KV blocks.
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image).
-    ``max_rank``: the highest rank a slot holds. A resize changes it and ``max_loras``."""
+    ``max_rank``: the highest rank a slot holds. A resize changes it and ``max_loras``.
+    ``step_depth``: steps in flight at once, 1 or 2; see ``ahead``."""
 
     max_loras: int
     num_blocks: int
@@ -64,6 +65,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     max_remembered_generations: int = 65_536
     spare_jobs: int = 8
     max_rank: int = 64
+    step_depth: int = 1
 
     @property
     def shares_prefixes(self) -> bool:

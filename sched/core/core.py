@@ -6,6 +6,8 @@ events at the same times give the same effects.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ...errors import InternalError
 from . import adapters, commands, placement, planning, requests, resize, spill
 from .config import CoreConfig
@@ -146,7 +148,7 @@ class Core:
         state = self._state
         if not state.closing or state.closed:
             return
-        if not (state.step or state.seqs or state.stages or state.commits or state.resize):
+        if not (state.steps or state.seqs or state.stages or state.commits or state.resize):
             state.closed = True
             state.out.append(Closed())
 
@@ -162,7 +164,7 @@ class Core:
     def idle(self) -> bool:
         """Nothing runs, waits, stages or commits."""
         state = self._state
-        busy = state.step or state.stages or state.commits or state.resize
+        busy = state.steps or state.stages or state.commits or state.resize
         return not (busy or state.seqs or state.jobs)
 
     def stats(self) -> Stats:
@@ -186,7 +188,8 @@ class Core:
     def check(self) -> None:
         """Every conservation law; raises InternalError with what is broken."""
         state = self._state
-        state.memory.check(state.seqs.values(), state.step.rows if state.step else ())
+        flying = [row for step in state.steps for row in step.rows]
+        state.memory.check(state.seqs.values(), flying)
         leases: dict[int, set[int]] = {}
         for seq in state.seqs.values():
             if seq.leased and seq.slot >= 0:
@@ -196,6 +199,14 @@ class Core:
         waits = (SeqState.WAITING, SeqState.SPILLED)
         if waiting != sum(s.state in waits for s in state.seqs.values()):
             raise InternalError("lanes and waiting sequences disagree", subject="lanes")
+        rows = Counter(row.seq for row in flying)
+        for seq in state.seqs.values():
+            # A copy counts as well; what is being copied is in no step.
+            copied = seq.state in (SeqState.SPILLING, SeqState.RESTORING, SeqState.CLOSING)
+            if seq.in_flight != rows[seq.id] and not (copied and not rows[seq.id]):
+                raise state.log.broken(f"seq {seq.id}", "its steps in flight and their rows differ")
+        if rows.keys() - state.seqs.keys():
+            raise InternalError("a step reads a sequence that is gone", subject="step")
         followers = [f for s in state.seqs.values() for f in s.followers]
         if len(state.running) + waiting + len(followers) != len(state.seqs):
             raise InternalError("a sequence is neither running nor waiting", subject="seqs")

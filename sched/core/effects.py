@@ -11,12 +11,20 @@ import msgspec
 from .events import Failure
 
 
+def fed(index: int) -> int:
+    """Stands for the token that row ``index`` of the step before samples (its own inverse)."""
+    return ~index
+
+
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One row of a step: feed ``tokens`` at positions ``start..`` of ``seq``; ``slot`` -1 = base.
     ``blocks`` is the sequence's block table (only grows while the sequence runs); ``sample`` is
     false for a prefill chunk that is not the last. ``adapter_id`` is what the slot must hold.
     ``load``: the snapshot its recurrent state is first copied from, ``save``: the one it is copied
-    to at the end; -1 for none."""
+    to at the end; -1 for none.
+
+    A row's one token may be ``fed(i)``, a negative number: what row ``i`` of the step before, of
+    the same sequence, sampled. It is planned while that step is still in flight."""
 
     seq: int
     slot: int

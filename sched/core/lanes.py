@@ -46,6 +46,11 @@ class Lanes:
         #: An adapter is wanted no more: its slot may be given to another.
         self.changed = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether a lane with somebody in it is not parked."""
+        return bool(self._ready)
+
     def wants(self, name: str) -> bool:
         """Whether a sequence without a lease waits for this adapter."""
         return name in self._wanted

@@ -6,9 +6,9 @@ admission from the lanes, within a token budget that bounds the gap between toke
 
 from __future__ import annotations
 
-from . import adapters, resize, samples, spill
+from . import adapters, ahead, resize, samples, spill
 from .config import least_prefill
-from .effects import DropState, OpenSequence, Row, RunStep, Token
+from .effects import DropState, OpenSequence, Row, Token
 from .events import Failure, RowDone, StepDone, StepFailed
 from .identity import BASE_ID
 from .lanes import Lane
@@ -19,9 +19,16 @@ from .tables import SeqEvent, SeqState
 
 
 def plan(state: State) -> None:
-    """Plan one step if none is in flight."""
-    if state.step is not None or state.dead is not None:
+    """Plan a step if none is in flight, and one ahead of it if nothing speaks against it."""
+    if state.dead is not None:
         return
+    if not state.steps:
+        _plan(state)
+    if state.config.step_depth > 1:
+        ahead.plan(state)
+
+
+def _plan(state: State) -> None:
     rows: list[Row] = []
     size = state.config.block_size
     for seq in [s for s in state.running.values() if s.state is SeqState.DECODE]:
@@ -39,14 +46,8 @@ def plan(state: State) -> None:
             budget -= _prefill(state, seq, budget, rows)
     _admit(state, budget, rows)
     state.slots.offer()
-    if not rows:
-        return
-    step = Step(state.new_id(), tuple(rows), state.now)
-    for row in rows:
-        state.seqs[row.seq].in_flight = True
-    state.step = step
-    state.counters.steps += 1
-    state.out.append(RunStep(step.id, step.rows))
+    if rows:
+        ahead.dispatch(state, rows)
 
 
 def _prefill_budget(state: State, decoding: int) -> int:
@@ -199,14 +200,17 @@ def step_done(state: State, event: StepDone) -> None:
         if done.seq != row.seq:
             raise state.log.broken("step", f"row {index}: {done.seq} instead of {row.seq}")
         _row_done(state, step, index, row, done)
+    if state.suspect:
+        state.suspect = False
+        state.memory.prefix.drop_idle()
 
 
 def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> None:
     seq = state.seqs[row.seq]
-    seq.in_flight = False
+    seq.in_flight -= 1
     if seq.state is SeqState.CLOSING:
         state.memory.snapshots.give_back(row.save)
-        state.settle(seq)
+        _wasted(state, seq)
         return
     if done.failure is not None:
         state.memory.snapshots.give_back(row.save)
@@ -232,17 +236,26 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         state.end(seq, reason)
 
 
+def _wasted(state: State, seq: Sequence) -> None:
+    """A row of ``seq``, which had ended, is over: its sample is dropped, and ``seq`` leaves with
+    the last such row."""
+    state.counters.wasted_rows += 1
+    if not seq.in_flight:
+        state.settle(seq)
+
+
 def step_failed(state: State, event: StepFailed) -> None:
     step = _take_step(state, event.step)
     for row in step.rows:
         seq = state.seqs[row.seq]
-        seq.in_flight = False
+        seq.in_flight -= 1
         state.memory.snapshots.give_back(row.save)
         if seq.state is SeqState.CLOSING:
-            state.settle(seq)
+            _wasted(state, seq)
         else:
             state.end(seq, "error", event.failure)
-    # What a failing device may have touched is not read again.
+    # What a failing device may have touched is not read again; a step behind it holds on to some.
+    state.suspect = bool(state.steps)
     state.memory.prefix.drop_idle()
     if event.fatal:
         device_dead(state, event.failure)
@@ -260,9 +273,8 @@ def device_dead(state: State, failure: Failure) -> None:
 
 
 def _take_step(state: State, ident: int) -> Step:
-    step = state.step
-    if step is None or step.id != ident:
-        raise state.log.broken("step", f"result of step {ident}, which is not in flight")
-    state.step = None
+    if not state.steps or state.steps[0].id != ident:
+        raise state.log.broken("step", f"result of step {ident}, which is not the one that runs")
+    step = state.steps.popleft()
     state.progress.step_over(step.planned, state.now)
     return step

@@ -149,7 +149,7 @@ def settle(state: State) -> None:
     resizing = state.resize
     if resizing is None or resizing.state is not ResizeState.DRAINING:
         return
-    busy = state.step or state.stages or state.commits or state.running
+    busy = state.steps or state.stages or state.commits or state.running
     if not busy and not any(s.leased for s in state.seqs.values()):
         failure = _misfit(state, resizing.max_loras, resizing.max_rank)
         if failure is not None:  # pinned or loaded since it was asked for

@@ -41,7 +41,7 @@ class Sequence:
     leader: Sequence | None = None  #: of the samples of its prompt, while this one follows
     followers: list[Sequence] = field(default_factory=list)
     admitted: bool = False  #: has been on the device at least once
-    in_flight: bool = False
+    in_flight: int = 0  #: steps it has a row in, or its copy, that are not over
 
     @classmethod
     def of(cls, event: Submit, ident: int, adapter: str | None, max_context: int) -> Sequence:

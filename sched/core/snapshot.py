@@ -56,7 +56,9 @@ class Stats(msgspec.Struct, frozen=True):
     ``evicted``: versions that were overwritten in their idle slot; of these ``overwritten`` by
     their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
     emptied for a waiting adapter. ``slot_wait_s``: what commits have waited for their slots, added
-    up. ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``times``: filled
+    up. ``steps_ahead``: those of ``steps`` that were planned while another was in flight.
+    ``wasted_rows``: rows whose sequence had ended before their step was over.
+    ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``times``: filled
     in by who has a clock. ``dead``: why nothing is served any more, once the device is dead."""
 
     slots: tuple[SlotStats, ...]
@@ -92,6 +94,8 @@ class Stats(msgspec.Struct, frozen=True):
     slot_wait_s: float = 0.0
     snapshots_kept: int = 0
     snapshots_total: int = 0
+    steps_ahead: int = 0
+    wasted_rows: int = 0
     times: Times = Times()
     dead: Failure | None = None
 
@@ -171,5 +175,7 @@ def snapshot(state: State) -> Stats:
         slot_wait_s=c.slot_wait_s,
         snapshots_kept=state.memory.snapshots.kept,
         snapshots_total=state.memory.snapshots.total,
+        steps_ahead=c.ahead,
+        wasted_rows=c.wasted_rows,
         dead=state.dead,
     )

@@ -33,7 +33,7 @@ def is_cheaper(state: State, seq: Sequence) -> bool:
 def begin(state: State, seq: Sequence) -> None:
     """Copy out what ``seq`` has computed; its blocks are free for the steps that come after."""
     seq.move(SeqEvent.SPILL, state.log)
-    seq.in_flight = True
+    seq.in_flight = 1
     count = state.memory.hold_host(seq)
     state.counters.spilled += 1
     state.out.append(Spill(seq.id, tuple(seq.blocks[:count])))
@@ -58,7 +58,7 @@ def spill_failed(state: State, event: SpillFailed) -> None:
 def restore(state: State, seq: Sequence, found: list[Node]) -> None:
     """Bring ``seq`` back, behind what the prefix cache still has of it."""
     seq.move(SeqEvent.RESTORE, state.log)
-    seq.in_flight = True
+    seq.in_flight = 1
     state.running[seq.id] = seq
     memory = state.memory
     memory.admit(seq, found)
@@ -88,7 +88,7 @@ def restore_failed(state: State, event: RestoreFailed) -> None:
 def _landed(state: State, ident: int) -> Sequence | None:
     """The sequence whose copy is over, if it is still wanted."""
     seq = state.seqs[ident]
-    seq.in_flight = False
+    seq.in_flight = 0
     if seq.state is SeqState.CLOSING:
         state.settle(seq)
         return None

@@ -7,6 +7,7 @@ nothing else. Effects are appended to :attr:`State.out` in the order they must b
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """The step in flight: its rows in order, and when it was planned."""
+    """A step in flight: its rows in order, and when it was planned."""
 
     id: int
     rows: tuple[Row, ...]
@@ -54,6 +55,8 @@ class Counters:
     """Totals since the start; they only grow."""
 
     steps: int = 0
+    ahead: int = 0
+    wasted_rows: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     prefix_queried: int = 0
@@ -100,7 +103,10 @@ class State:
     place_at: float | None = None
     unloading: list[Unloading] = field(default_factory=list)
     default: str | None = None
-    step: Step | None = None
+    #: Steps in flight, in the order the device runs them: at most ``step_depth``.
+    steps: deque[Step] = field(default_factory=deque)
+    #: A step has failed while another was in flight behind it.
+    suspect: bool = False
     resize: Resizing | None = None
     closing: bool = False
     closed: bool = False
@@ -151,7 +157,7 @@ class State:
 
     def end(self, seq: Sequence, reason: str, failure: Failure | None = None) -> None:
         """The one terminal path: the caller hears now; blocks and lease are given back now, or
-        when the step that reads them is over."""
+        when the last step that reads them is over."""
         if seq.state in (SeqState.CLOSING, SeqState.ENDED):
             return
         self.out.append(Ended(seq.id, reason, seq.adapter_id, failure))
@@ -174,7 +180,7 @@ class State:
             samples.leader_ended(self, seq)
 
     def settle(self, seq: Sequence) -> None:
-        """The step a closing sequence was in is over."""
+        """The last step, or the copy, a closing sequence was in is over."""
         seq.move(SeqEvent.SETTLED, self.log)
         self._leave(seq)
 

@@ -26,13 +26,16 @@ class ChromeTrace:
         self._limit = limit
         self._open: dict[tuple[str, int], tuple[float, str, dict[str, Any]]] = {}
         self._last = 0.0
+        #: When the device was last known to be done with a step: one queued behind it begins then.
+        self._stepped = 0.0
         self.dropped = 0
 
     def __call__(self, event: ev.Event, effects: list[fx.Effect], now: float) -> None:
         self._last = now
         match event:
             case ev.StepDone(step) | ev.StepFailed(step):
-                self._end("step", step, _DEVICE, 0, now)
+                self._end("step", step, _DEVICE, 0, now, since=self._stepped)
+                self._stepped = now
             case ev.CommitDone(commit) | ev.CommitFailed(commit):
                 self._end("commit", commit, _DEVICE, 1, now)
             case ev.StageDone(stage) | ev.StageFailed(stage):
@@ -70,11 +73,21 @@ class ChromeTrace:
     def _begin(self, kind: str, ident: int, now: float, name: str, about: dict[str, Any]) -> None:
         self._open[(kind, ident)] = (now, name, about)
 
-    def _end(self, kind: str, ident: int, pid: int, tid: int, now: float, **more: Any) -> None:
+    def _end(
+        self,
+        kind: str,
+        ident: int,
+        pid: int,
+        tid: int,
+        now: float,
+        since: float = 0.0,
+        **more: Any,
+    ) -> None:
         begun = self._open.pop((kind, ident), None)
         if begun is None:
             return
         begin, name, about = begun
+        begin = max(begin, since)
         span = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid}
         self._add({**span, "dur": round((now - begin) * 1e6, 1), "args": {**about, **more}}, begin)
 

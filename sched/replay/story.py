@@ -30,7 +30,8 @@ def _fields(value: Any) -> str:
 def _row(row: fx.Row) -> str:
     where = "base" if row.slot < 0 else f"slot{row.slot}"
     end = row.start + len(row.tokens)
-    return f"s{row.seq}@{where}[{row.start}:{end}]{'*' if row.sample else ''}"
+    fed = f"<{fx.fed(row.tokens[0])}" if row.tokens[0] < 0 else ""
+    return f"s{row.seq}@{where}[{row.start}:{end}]{fed}{'*' if row.sample else ''}"
 
 
 def event_text(event: ev.Event) -> str:
@@ -46,7 +47,7 @@ def event_text(event: ev.Event) -> str:
 
 
 def effect_text(effect: fx.Effect) -> str:
-    """One line; a ``*`` marks rows that sample."""
+    """One line; ``*`` marks a row that samples, ``<i`` one fed by row ``i`` of the step before."""
     if isinstance(effect, fx.RunStep):
         return f"RunStep {effect.step} " + " ".join(_row(row) for row in effect.rows)
     return f"{type(effect).__name__} {_fields(effect)}".rstrip()

@@ -114,6 +114,7 @@ HELP: dict[str, str] = {
     "max_waiting": "requests that may wait; more are refused with QUEUE_FULL",
     "max_step_tokens": "tokens of one step when nothing decodes",
     "mixed_step_tokens": "tokens of one step when something decodes; bounds the gap between tokens",
+    "step_depth": "steps in flight at once, 1 or 2 (default: 1 on the host, 2 on an accelerator)",
     "prefix_cache": "whether requests that begin alike share KV memory (true or false)",
     "state_snapshots": "copies of recurrent states kept for requests that begin alike",
     "snapshot_tokens": "tokens between two of them in a long prompt",

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from ...errors import DeviceError, RejectError, RotaError, StagingError
+from ...errors import DeviceError, InternalError, RejectError, RotaError, StagingError
 from ..staging import StageOutcome
 from ..worker import Done, RowLike
 from .kv import SimKV
@@ -108,6 +108,8 @@ class SimExecutor:
         self.kv = kv
         self.block_size = block_size
         self.states = states
+        #: What each row of the step before sampled: its sequence and token.
+        self.sampled: list[tuple[int, int]] = []
         self.steps = 0
         self.closed = False
 
@@ -137,8 +139,38 @@ class SimExecutor:
         if seq not in self.open:
             raise DeviceError("never opened", code="sim-open", subject=f"seq {seq}")
 
+    def _spoil(self, rows: Sequence[RowLike]) -> None:
+        """A step has failed: what it was to write is undefined."""
+        if self.kv is not None:
+            written = [b for row in rows for b in row.blocks[row.start // self.block_size :]]
+            self.kv.put(dict.fromkeys(written))
+
+    def _fed(self, row: RowLike, before: list[tuple[int, int]]) -> list[int]:
+        """The row's tokens; empty if it is fed what a row of the step before did not sample."""
+        tokens = list(row.tokens)
+        if not any(token < 0 for token in tokens):
+            return tokens
+        index = ~tokens[0]
+        if len(tokens) != 1 or (index < len(before) and before[index][0] != row.seq):
+            raise DeviceError("fed another's token", code="sim-feed", subject=f"seq {row.seq}")
+        token = before[index][1] if index < len(before) else -1
+        return [token] if token >= 0 else []
+
+    def _run(self, row: RowLike, content: str, tokens: list[int]) -> None:
+        if self.kv is None:
+            return
+        self.kv.feed(row.seq, content, row.start, tokens, row.blocks)
+        if self.states is not None:
+            expected = self.kv.print_of(row.seq, row.start)
+            self.states.advance(row, tokens, content, expected)
+
     def step(self, rows: Sequence[RowLike]) -> list[SimOutput]:
-        self._maybe_fail("step")
+        before, self.sampled = self.sampled, []
+        try:
+            self._maybe_fail("step")
+        except DeviceError:
+            self._spoil(rows)
+            raise
         bad = self.faults.before("row")
         self.steps += 1
         _check_tables(rows, self.block_size)
@@ -150,18 +182,20 @@ class SimExecutor:
             if content is None:
                 raise DeviceError("reads an empty slot", code="sim-slot", subject=f"{row.slot}")
             position = row.start + len(row.tokens)
-            token = token_of(content, position) if row.sample else -1
-            if self.kv is not None:
-                self.kv.feed(row.seq, content, row.start, row.tokens, row.blocks)
-                if self.states is not None:
-                    self.states.advance(row, content, self.kv.print_of(row.seq, row.start))
-                if row.sample and not (bad and not outputs):
-                    self.kv.sampled(row.seq, token)
             error = bad if not outputs else None
-            outputs.append(SimOutput(row.seq, -1 if error else token, error=error))
+            tokens = self._fed(row, before)
+            if row.tokens and not tokens:
+                error = InternalError("not fed", code="row-not-fed", subject=f"seq {row.seq}")
+            else:
+                self._run(row, content, tokens)
+            token = token_of(content, position) if row.sample and error is None else -1
+            if self.kv is not None and token >= 0:
+                self.kv.sampled(row.seq, token)
+            outputs.append(SimOutput(row.seq, token, error=error))
         if self.states is not None:
             for row in rows:
                 self.states.save(row)
+        self.sampled = [(output.seq, output.token) for output in outputs]
         return outputs
 
     def spill(self, seq: int, blocks: Sequence[int]) -> None:

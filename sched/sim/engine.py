@@ -102,7 +102,9 @@ class _Executor(SimExecutor):
     def step(self, rows: Sequence[Any]) -> list[SimOutput]:
         if self._step_s:
             time.sleep(self._step_s)
-        return [self._printable(output) for output in super().step(rows)]
+        outputs = [self._printable(output) for output in super().step(rows)]
+        self.sampled = [(output.seq, output.token) for output in outputs]
+        return outputs
 
     def _printable(self, output: SimOutput) -> SimOutput:
         if output.token < 0:

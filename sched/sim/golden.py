@@ -139,6 +139,27 @@ SCENARIOS: dict[str, Scenario] = {
         spill_blocks=4,
         spill_fixed_cost=0.0,
     ),
+    "steps_overlap_except_where_somebody_waits": _scenario(
+        _do(0.0, "load", "a", "A"),
+        Ask(0.1, "a", tokens=7),
+        Ask(0.1, None, tokens=5),
+        Ask(0.17, None, tokens=2),
+        step_depth=2,
+    ),
+    "an_end_nobody_foresaw_wastes_a_row": _scenario(
+        _do(0.0, "load", "a", "A"),
+        Ask(0.1, "a", tokens=30, leave="stop", leave_after=0.1),
+        Ask(0.1, None, tokens=6),
+        _do(0.12, "replace", "a", "A2"),
+        step_depth=2,
+    ),
+    "a_failed_step_takes_the_one_behind_it_along": _scenario(
+        Ask(0.1, None, tokens=30),
+        Ask(0.1, None, tokens=30),
+        Ask(0.3, None, tokens=2),
+        faults=(Fault("step", 2),),
+        step_depth=2,
+    ),
     "a_dead_device_ends_everything_by_name": _scenario(
         _do(0.0, "load", "a", "A"),
         Ask(0.1, "a", tokens=30),

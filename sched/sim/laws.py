@@ -13,6 +13,7 @@ from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
 from .copies import Copies
+from .flights import Flights
 from .keeping import Keeping
 from .records import Req, Violation
 
@@ -33,7 +34,6 @@ class Ledger:
         self.commands: dict[int, str] = {}
         self.answered: set[int] = set()
         self.default: str | None = None
-        self.step: fx.RunStep | None = None
         self.slot_id: dict[int, int] = {}
         self.users: dict[int, set[int]] = {}
         self.commits: dict[int, tuple[fx.Commit, int]] = {}
@@ -52,6 +52,7 @@ class Ledger:
         self.rebuilding: fx.Relayout | None = None
         self.copies = Copies(self.config, self.need)
         self.keeping = Keeping(self.config, self.need)
+        self.flights = Flights(self.config, self.need)
         self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
         self.waiting: dict[tuple[int, str | None], set[int]] = {}
@@ -91,15 +92,13 @@ class Ledger:
                     req = Req(adapter, len(event.prompt), event.priority, self.now)
                     self.reqs[seq] = req
                     req.family = event.seq
+                    req.wanted = min(event.max_tokens, self.config.max_context - req.prompt)
             case ev.StepDone(step, _):
-                self.need(
-                    self.step is not None and self.step.step == step, "one step", f"step {step}"
-                )
+                self.flights.over(step)
                 self._done = event
-                self._settle_step()
             case ev.StepFailed(step, failure, _):
                 self.need(not failure.code.startswith("sim-"), "device", failure.message)
-                self._settle_step()
+                self.flights.over(step)
             case ev.CommitDone(commit):
                 made, epoch = self.commits.pop(commit)
                 self.slot_id[made.slot] = made.adapter_id
@@ -143,9 +142,6 @@ class Ledger:
             case _:
                 pass
 
-    def _settle_step(self) -> None:
-        self.step = None
-
     def _now_waiting(self, event: ev.Submit) -> None:
         req = self.reqs[event.seq]
         if req.ended:
@@ -181,14 +177,14 @@ class Ledger:
                 req = self.reqs[seq]
                 self.need(req.opened and not req.closed, "lease", f"seq {seq} closed wrongly")
                 self.need(req.ended, "lease", f"seq {seq} closed before it ended")
-                in_step = self.step is not None and any(r.seq == seq for r in self.step.rows)
+                in_step = seq in self.flights.seqs()
                 self.need(not in_step, "quiescence", f"seq {seq} closed under its own step")
                 req.closed, req.left = True, self.now
                 self.copies.closed(seq)
                 for users in self.users.values():
                     users.discard(seq)
             case fx.Spill(seq):
-                in_step = self.step is not None and any(r.seq == seq for r in self.step.rows)
+                in_step = seq in self.flights.seqs()
                 self.copies.spill(effect, self.reqs[seq].computed, in_step)
             case fx.Restore(seq):
                 self.copies.restore(effect)
@@ -219,7 +215,7 @@ class Ledger:
             case fx.Reply():
                 self._reply(effect)
             case fx.Closed():
-                quiet = self.step is None and not self.commits and not self.stages
+                quiet = not self.flights.steps and not self.commits and not self.stages
                 quiet = quiet and self.rebuilding is None
                 self.need(quiet, "close", "Closed with work in flight")
                 self.need(all(r.ended for r in self.reqs.values()), "close", "requests not ended")
@@ -229,7 +225,7 @@ class Ledger:
 
     def _relayout(self, effect: fx.Relayout) -> None:
         held = {s for users in self.users.values() for s in users if not self.reqs[s].closed}
-        quiet = self.step is None and not self.commits and not self.stages
+        quiet = not self.flights.steps and not self.commits and not self.stages
         self.need(quiet and not held, "global barrier", f"under {held}, or with work in flight")
         open_now = [s for s, r in self.reqs.items() if r.opened and not r.closed]
         self.need(not open_now, "global barrier", f"sequences {open_now} are open")
@@ -264,15 +260,16 @@ class Ledger:
         self.slots_given.append((round(self.now, 6), slot, effect.name))
 
     def _users_of(self, slot: int) -> set[int]:
-        """Sequences that may still read the slot: not ended, or in the step in flight."""
-        flying = {r.seq for r in self.step.rows} if self.step is not None else set()
+        """Sequences that may still read the slot: not ended, or in a step in flight."""
+        flying = self.flights.seqs()
         users = self.users.get(slot, set())
         return {s for s in users if not self.reqs[s].ended or s in flying}
 
     def _run_step(self, step: fx.RunStep) -> None:
-        self.need(self.step is None, "one step", f"step {step.step} while one is in flight")
         self.need(self.rebuilding is None, "global barrier", f"step {step.step} on a moving pool")
-        self.step = step
+        ahead = bool(self.flights.steps)
+        self.need(not (ahead and self.commits), "barrier", f"step {step.step} makes a commit wait")
+        self.flights.planned(step)
         self.need(bool(step.rows), "step", "an empty step")
         total = sum(len(r.tokens) for r in step.rows)
         config = self.config
@@ -285,7 +282,7 @@ class Ledger:
         self.need(total <= cap, "budget", f"{total} tokens in one step")
         self.need(len(step.rows) <= self.config.max_running, "budget", f"{len(step.rows)} rows")
         for row in step.rows:
-            self._row(row)
+            self._row(row, ahead)
         self.keeping.step(step)
         present = {row.seq for row in step.rows}
         for seq, req in self.reqs.items():
@@ -300,7 +297,7 @@ class Ledger:
             and len(row.tokens) == 1
         )
 
-    def _row(self, row: fx.Row) -> None:
+    def _row(self, row: fx.Row, ahead: bool) -> None:
         req = self.reqs.get(row.seq)
         if req is None or req.ended or not req.opened or req.closed:
             self.broken("lease", f"seq {row.seq} runs, but is not open")
@@ -331,15 +328,15 @@ class Ledger:
             self.need(known == content, "identity", f"one adapter_id, two contents: {known}")
             self.users.setdefault(row.slot, set()).add(row.seq)
         # Whether the blocks it begins behind hold its own tokens, the simulated device judges.
-        begins = row.start % self.config.block_size == 0 and row.start < req.prompt + req.tokens
+        length = req.prompt + req.tokens + ahead  # a step ahead is fed one token more
+        self.need(req.tokens + ahead < req.wanted, "waste", f"{who} has its last token on the way")
+        begins = row.start % self.config.block_size == 0 and row.start < length
         begins = begins and (self.config.shares_prefixes or row.start == 0)
         begins = begins and (not self.config.recurrent or row.start == 0 or row.load >= 0)
         fed = row.start + len(row.tokens)
         self.need(begins or row.start == req.computed, "resume", f"{who} starts at {row.start}")
-        self.need(fed <= req.prompt + req.tokens, "resume", f"{who} runs ahead to {fed}")
-        self.need(
-            row.sample == (fed == req.prompt + req.tokens), "resume", f"{who} samples at {fed}"
-        )
+        self.need(fed <= length, "resume", f"{who} runs ahead to {fed}")
+        self.need(row.sample == (fed == length), "resume", f"{who} samples at {fed}")
         if req.adapter is None and req.computed and (row.start != req.computed or req.absent):
             # A preempted base sequence (may have) come back: base had its turn in this step.
             self._base_had_turn(req)

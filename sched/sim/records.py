@@ -23,6 +23,7 @@ class Req:
     prompt: int
     priority: int
     since: float
+    wanted: int = 0  #: most new tokens
     tokens: int = 0
     slot: int | None = None
     ident: int | None = None

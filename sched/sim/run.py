@@ -1,4 +1,5 @@
-"""Simulated runs by seed: ``python -m rota.sched.sim.run --seed N [--count N] [--minimise]``.
+"""Simulated runs by seed: ``python -m rota.sched.sim.run --seed N [--count N] [--minimise]``, or
+with ``--crowd`` those in which steps overlap as often as they can.
 
 Exit codes: 0 every law held, 1 one was broken, 2 wrongly called.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from .crowd import crowd_of
 from .minimise import minimise
 from .scenario import Scenario, scenario_of
 from .world import Outcome, run_scenario
@@ -26,18 +28,21 @@ class Failed(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-def command_of(seed: int) -> str:
-    """The one command that runs this seed again."""
-    return f"python -m rota.sched.sim.run --seed {seed} --minimise"
+def command_of(scenario: Scenario) -> str:
+    """The one command that runs this scenario's seed again."""
+    crowd = " --crowd" if scenario.profile == "crowd" else ""
+    return f"python -m rota.sched.sim.run --seed {scenario.seed}{crowd} --minimise"
 
 
 def run_seeds(
-    seeds: Iterable[int], run: Callable[[Scenario], Outcome] = run_scenario
+    seeds: Iterable[int],
+    run: Callable[[Scenario], Outcome] = run_scenario,
+    make: Callable[[int], Scenario] = scenario_of,
 ) -> tuple[list[Failed], int]:
     """Run each seed; returns the failed ones and the number of events handled in all."""
     failed, events = [], 0
     for seed in seeds:
-        scenario = scenario_of(seed)
+        scenario = make(seed)
         outcome = run(scenario)
         events += outcome.events
         if outcome.violation is not None:
@@ -53,7 +58,7 @@ def report(failed: Failed, run: Callable[[Scenario], Outcome] = run_scenario) ->
     lines = [
         f"law broken: {violation.law}: {violation.what} (at {violation.at:.4f} s, "
         f"profile {failed.scenario.profile}, {failed.scenario.backend})",
-        f"reproduce: {command_of(failed.scenario.seed)}",
+        f"reproduce: {command_of(failed.scenario)}",
         f"{len(small.actions)} of {len(failed.scenario.actions)} actions are enough:",
     ]
     lines += [f"  {msgspec.json.encode(a).decode()}" for a in (*small.faults, *small.actions)]
@@ -66,6 +71,7 @@ def main_sim(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds, from the first")
     parser.add_argument("--minimise", action="store_true", help="cut a failing seed down")
+    parser.add_argument("--crowd", action="store_true", help="steps overlap as often as they can")
     parser.add_argument("--scenario", type=Path, help="run a scenario file instead of seeds")
     args = parser.parse_args(argv)
     logging.getLogger("rota").setLevel(logging.CRITICAL)
@@ -76,10 +82,12 @@ def main_sim(argv: Sequence[str] | None = None) -> int:
         failed = [Failed(scenario, outcome)] if outcome.violation is not None else []
         events = outcome.events
     else:
-        failed, events = run_seeds(range(args.seed, args.seed + args.count))
+        failed, events = run_seeds(
+            range(args.seed, args.seed + args.count), make=crowd_of if args.crowd else scenario_of
+        )
     for one in failed:
         violation = one.outcome.violation
-        text = report(one) if args.minimise else f"{violation}\n{command_of(one.scenario.seed)}"
+        text = report(one) if args.minimise else f"{violation}\n{command_of(one.scenario)}"
         sys.stdout.write(f"seed {one.scenario.seed}: {text}\n")
     seconds = time.process_time() - begin
     sys.stdout.write(

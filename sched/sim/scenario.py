@@ -154,6 +154,7 @@ class _Maker:
             max_remembered_generations=rng.choice([1, 100]),
             log_size=100_000,
             recurrent=seed // len(PROFILES) % 4 == 1,
+            step_depth=1 if seed // len(PROFILES) % 3 == 2 else 2,
         )
         if self.profile == "hot":
             self.config = msgspec.structs.replace(

@@ -8,6 +8,7 @@ or too many of them, is found at the first row that reads it.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 from ...errors import DeviceError
 from ..worker import RowLike
@@ -36,9 +37,9 @@ class SimStates:
         self.spilled: dict[int, Seen] = {}
         self._snapshots: list[Seen | None] = [None] * snapshots
 
-    def advance(self, row: RowLike, content: str, expected: int) -> None:
-        """``row`` runs on ``content``; ``expected``: fingerprint of its sequence's tokens before
-        ``row.start``."""
+    def advance(self, row: RowLike, tokens: Sequence[int], content: str, expected: int) -> None:
+        """``row`` feeds ``tokens`` on ``content``; ``expected``: fingerprint of its sequence's
+        tokens before ``row.start``."""
         seq = row.seq
         if row.load >= 0 or row.start == 0:
             if seq in self.held:
@@ -51,7 +52,7 @@ class SimStates:
         if state[0] != expected:
             raise self._broken("its state has seen other tokens, or another version", seq)
         seen = state[0]
-        for token in row.tokens:
+        for token in tokens:
             seen = fold(seen, token)
         self.held[seq] = (seen, row.start + len(row.tokens))
         if len(self.held) > self.places:
@@ -59,7 +60,7 @@ class SimStates:
 
     def save(self, row: RowLike) -> None:
         """After every row of the step has run."""
-        if row.save >= 0:
+        if row.save >= 0 and row.seq in self.held:
             self._snapshots[row.save] = self.held[row.seq]
 
     def spill(self, seq: int, fails: bool) -> None:

@@ -40,8 +40,8 @@ def check(
     slots: Sequence[Iterable[str]],
     slack: float,
 ) -> None:
-    """``adapters``: stories by name; ``slots``: stories by index; ``slack``: seconds of two steps
-    and the commits in between."""
+    """``adapters``: stories by name; ``slots``: stories by index; ``slack``: seconds of
+    ``step_depth`` + 1 steps and the commits in between."""
     leases = [r.left_by(ledger.now) - r.held for r in ledger.reqs.values() if r.held is not None]
     each = ledger.config.drain_after_s + max(leases, default=0.0) + slack
     given = {(at, name): slot for at, slot, name in ledger.slots_given}

@@ -261,7 +261,7 @@ class SimWorld:
             stories = {name: self.core.story(f"adapter {name}") for name in sorted(names)}
             most = max(s.config.max_loras, *ledger.slot_counts)
             slots = [self.core.story(f"slot {i}") for i in range(most)]
-            slack = 2 * step + s.commit_s * (s.config.max_loras + 1) + 0.01
+            slack = (1 + s.config.step_depth) * step + s.commit_s * (s.config.max_loras + 1) + 0.01
             waits.check(ledger, stories, slots, slack)
 
     # callers ------------------------------------------------------------------------------------

@@ -233,6 +233,8 @@ class _Snapshot:
         s = self._stats
         for name, text, value in (
             ("rota_steps", "Steps run.", s.steps),
+            ("rota_steps_ahead", "Steps planned while another was in flight.", s.steps_ahead),
+            ("rota_wasted_rows", "Rows whose sequence ended before their step.", s.wasted_rows),
             ("rota_generated_tokens", "Tokens sampled.", s.tokens),
             ("rota_prompt_tokens", "Prompt tokens fed.", s.prompt_tokens),
             ("rota_requests_submitted", "Requests taken or refused.", s.submitted),

@@ -48,6 +48,8 @@ class World:
         self.snapshots: dict[int, Seen] = {}
         self.host_states: dict[int, Seen] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
+        #: What the step before sampled, by row: sequence and token.
+        self.sampled: list[tuple[int, int]] = []
         self.images: dict[int, str] = {}
         self.dropped_sources: set[int] = set()
         self.ids = 1000
@@ -117,6 +119,7 @@ class World:
         failure = ev.Failure("device", fail or "", "injected")
         match job:
             case fx.RunStep(step, rows):
+                before, self.sampled = self.sampled, []
                 if fail:
                     self.send(ev.StepFailed(step, failure, fatal))
                     return True
@@ -129,13 +132,22 @@ class World:
                     config.block_size,
                 ), "more than the device was made for"
                 for row in rows:
+                    tokens = row.tokens
+                    if tokens[0] < 0:
+                        source = before[fx.fed(tokens[0])] if before else (row.seq, -1)
+                        assert source[0] == row.seq and len(tokens) == 1, "another's token"
+                        tokens = source[1:]
+                    if tokens[0] < 0:
+                        unfed = ev.Failure("internal", "row-not-fed", "injected")
+                        done.append(ev.RowDone(row.seq, -1, unfed))
+                        continue
                     if row.slot >= 0:
                         assert self.slot_id[row.slot] == row.adapter_id, "wrong weights"
                     need = -(-(row.start + len(row.tokens)) // self.config.block_size)
                     assert len(row.blocks) >= need and len(set(row.blocks)) == len(row.blocks)
                     position = row.start + len(row.tokens)
                     if self.config.recurrent:
-                        self.advance(row)
+                        self.advance(row, tokens)
                     done.append(
                         ev.RowDone(
                             row.seq, token_of(row.adapter_id, position) if row.sample else -1
@@ -147,10 +159,11 @@ class World:
                 for r in rows:
                     assert not set(own) & set(r.blocks[: r.start // size]), "read while written"
                 for r in rows:
-                    if r.save >= 0:
+                    if r.save >= 0 and r.seq in self.states:
                         assert all(r.save not in (o.load, o.save) for o in rows if o is not r)
                         assert r.save < self.config.snapshots
                         self.snapshots[r.save] = self.states[r.seq]
+                self.sampled = [(one.seq, one.token) for one in done]
                 self.send(ev.StepDone(step, tuple(done)))
             case fx.Commit(commit, slot, image, _, ident):
                 assert image in self.images
@@ -206,7 +219,7 @@ class World:
         assert len(self.states) <= self.config.max_running, "more states than places"
         return True
 
-    def advance(self, row: fx.Row) -> None:
+    def advance(self, row: fx.Row, tokens: tuple[int, ...]) -> None:
         """Move the state of a row's sequence on: it must be that of the tokens before the row."""
         if row.load >= 0:
             assert row.seq not in self.states, "a state was never given up"
@@ -219,7 +232,7 @@ class World:
         assert ident == row.adapter_id, "a state of another version"
         assert len(seen) == row.start, "not where its state is"
         assert list(seen) == self.known(row.seq)[: row.start], "a state of other tokens"
-        self.states[row.seq] = (ident, (*seen, *row.tokens))
+        self.states[row.seq] = (ident, (*seen, *tokens))
 
     def known(self, seq: int) -> list[int]:
         """Prompt and output of a sequence so far."""

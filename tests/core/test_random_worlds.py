@@ -34,6 +34,7 @@ def run_world(seed: int, steps: int = 250, recurrent: bool = False) -> harness.W
         spill_fixed_cost=rng.choice([0.0, 16.0]),
         drain_after_s=rng.choice([0.0, 0.5, 5.0]),
         image_cache_bytes=rng.choice([0, 150, 100_000]),
+        step_depth=1 + seed % 2,
         max_waiting=30,
         max_jobs_per_name=4,
         recurrent=recurrent,

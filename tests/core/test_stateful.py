@@ -45,6 +45,7 @@ class CoreMachine(RuleBasedStateMachine):
         spill=st.sampled_from([0, 4, 16]),
         recurrent=st.booleans(),
         snapshots=st.sampled_from([0, 1, 4]),
+        depth=st.sampled_from([2, 1]),
     )
     def start(
         self,
@@ -57,6 +58,7 @@ class CoreMachine(RuleBasedStateMachine):
         spill: int,
         recurrent: bool,
         snapshots: int,
+        depth: int,
     ) -> None:
         self.world = harness.World(
             max_loras=slots,
@@ -67,6 +69,7 @@ class CoreMachine(RuleBasedStateMachine):
             spare_jobs=spare,
             spill_blocks=spill,
             spill_fixed_cost=0.0,
+            step_depth=depth,
             max_step_tokens=32,
             mixed_step_tokens=16,
             watermark_blocks=1,

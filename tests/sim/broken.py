@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from rota.sched.core.core import Core
-from rota.sched.sim.scenario import scenario_of
+from rota.sched.sim.scenario import Scenario, scenario_of
 from rota.sched.sim.world import run_scenario
 
 SEEDS = 120
 
 
 def must_be_caught(
-    name: str, patch: pytest.MonkeyPatch, seeds: Sequence[int] = range(SEEDS)
+    name: str,
+    patch: pytest.MonkeyPatch,
+    seeds: Sequence[int] = range(SEEDS),
+    make: Callable[[int], Scenario] = scenario_of,
 ) -> None:
     """Run seeds on the broken core until a law is broken; its own check is off, so that the
     simulator's independent laws are what is tested."""
     patch.setattr(Core, "check", lambda self: None)
     for seed in seeds:
-        if run_scenario(scenario_of(seed)).violation is not None:
+        if run_scenario(make(seed)).violation is not None:
             return
     pytest.fail(f"{name} went unseen through {len(seeds)} seeds")

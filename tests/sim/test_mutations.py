@@ -185,7 +185,7 @@ def resizes_under_leases(patch: Patch) -> None:
     def settle(state: State) -> None:
         resizing = state.resize
         ready = resizing is not None and resizing.state is resize.ResizeState.DRAINING
-        if ready and state.seqs and not (state.step or state.stages or state.commits):
+        if ready and state.seqs and not (state.steps or state.stages or state.commits):
             assert resizing is not None
             resize._move(state, resizing, resize.ResizeEvent.QUIET)
             state.out.append(Relayout(resizing.max_loras, resizing.max_rank))

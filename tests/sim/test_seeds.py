@@ -12,9 +12,11 @@ import pytest
 
 from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
-from rota.sched.sim.run import main_sim, report, run_seeds
+from rota.sched.sim.clock import run_virtual
+from rota.sched.sim.crowd import crowd_of
+from rota.sched.sim.run import command_of, main_sim, report, run_seeds
 from rota.sched.sim.scenario import PROFILES, Scenario, scenario_of
-from rota.sched.sim.world import run_scenario
+from rota.sched.sim.world import SimWorld, run_scenario
 
 PER_BLOCK = 25
 
@@ -24,6 +26,25 @@ def test_every_seed_keeps_every_law(block: int) -> None:
     failed, events = run_seeds(range(block * PER_BLOCK, (block + 1) * PER_BLOCK))
     assert not failed, report(failed[0])
     assert events > PER_BLOCK * 50, "the worlds have become too quiet to prove anything"
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_crowd_keeps_every_law(block: int) -> None:
+    seeds = range(block * PER_BLOCK, (block + 1) * PER_BLOCK)
+    failed, events = run_seeds(seeds, make=crowd_of)
+    assert not failed, report(failed[0])
+    assert events > PER_BLOCK * 50, "the crowds have become too quiet to prove anything"
+
+
+def test_steps_overlap_in_crowds_and_end_unforeseen() -> None:
+    ahead = steps = wasted = 0
+    for seed in range(10):
+        world = SimWorld(crowd_of(seed))
+        run_virtual(world.run, "asyncio", seed)
+        stats = world.core.stats()
+        ahead, steps = ahead + stats.steps_ahead, steps + stats.steps
+        wasted += stats.wasted_rows
+    assert ahead > steps // 2 and wasted > 30
 
 
 @pytest.mark.parametrize("seed", [4, 5, 9])
@@ -82,3 +103,9 @@ def test_a_scenario_file_runs_like_its_seed(tmp_path: Any, capsys: Any) -> None:
     assert main_sim(["--seed", "3"]) == 0
     one, two = capsys.readouterr().out.splitlines()
     assert one.split(",")[1] == two.split(",")[1]
+
+
+def test_a_crowd_is_run_again_by_one_command(capsys: Any) -> None:
+    assert command_of(crowd_of(4)) == "python -m rota.sched.sim.run --seed 4 --crowd --minimise"
+    assert main_sim(["--seed", "4", "--crowd"]) == 0
+    assert "1 seed(s)" in capsys.readouterr().out
