@@ -45,7 +45,7 @@ class Flights:
     def _fed(self, row: fx.Row, before: fx.RunStep | None) -> None:
         """A row behind a step in flight is fed what its own row there samples; no other row is
         fed anything but tokens."""
-        fed, who = min(row.tokens) < 0, f"seq {row.seq}"
+        fed, who = any(token < 0 for token in row.tokens), f"seq {row.seq}"
         if before is None:
             self._need(not fed, "feed", f"{who} is fed by no step")
             return

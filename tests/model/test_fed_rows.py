@@ -10,7 +10,7 @@ from rota.errors import InternalError
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.sampling import SamplingParams
 
-RUNNERS = [("llama", "host"), ("llama", "torch"), ("qwen35", "host")]
+RUNNERS = [("llama", "host"), ("llama", "torch"), ("qwen35", "host"), ("qwen35", "torch")]
 GREEDY = SamplingParams(max_tokens=8, logprobs=2)
 DRAWN = SamplingParams(
     max_tokens=8, temperature=1.2, seed=3, repetition_penalty=1.3, presence_penalty=0.5, logprobs=0
