@@ -106,9 +106,12 @@ class Parts:
         self, source: AdapterSource, cancelled: Callable[[], bool], held: Held | None
     ) -> Any:
         runner = self.runner
-        return stage(
+        staged = stage(
             source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled, held=held
         )
+        if isinstance(runner, TorchRunner):
+            runner.land(staged.image)
+        return staged
 
     async def _on_device(self, job: Callable[[], Any]) -> Any:
         """Run ``job`` on the device thread and wait; a cancelled wait still waits for its end."""

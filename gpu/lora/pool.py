@@ -24,6 +24,7 @@ import torch
 from ...errors import DeviceError
 from ..device import Device, Stream
 from .image import SlotImage
+from .landing import Landing, landing_for
 from .layout import Elem, SlotLayout, round_up
 
 MAX_LORAS_LIMIT = 4096
@@ -44,6 +45,8 @@ class LoraPool:
         max_rows: rows of the row->slot buffer, 1..65536.
         adopt: serve from images; for devices whose memory the CPU addresses, and kernels that find
             weights through the tables alone.
+        ahead: have a place on the device where `land` brings one image before its commit, if there
+            is room.
 
     Raises:
         DeviceError: bad-argument; pool-too-large, unless twice the pool fits in the free memory.
@@ -57,6 +60,7 @@ class LoraPool:
         *,
         max_rows: int = 1024,
         adopt: bool = False,
+        ahead: bool = False,
     ) -> None:
         for name, value, high in (
             ("max_loras", max_loras, MAX_LORAS_LIMIT),
@@ -119,6 +123,7 @@ class LoraPool:
         self._affine_offsets = np.array(layout.affine_offsets, np.uint64)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._allocations: list[int] = []
+        self._landing: Landing | None = None
         try:
             self.address = self._alloc(self.nbytes, "lora pool")
             self._tables = self._alloc(table_bytes, "lora tables")
@@ -132,6 +137,7 @@ class LoraPool:
                 device.synchronize(stream)
             finally:
                 device.destroy_stream(stream)
+            self._landing = landing_for(device, layout.slot_bytes) if ahead else None
         except BaseException:
             self.close()
             raise
@@ -215,7 +221,8 @@ class LoraPool:
             )
         kept = [image] if self._adopt and not image.lent else []
         base = image.address if kept else self.address + slot * self.layout.slot_bytes
-        if not kept:
+        landed = self._landing is not None and self._landing.copy_to(base, image, stream)
+        if not kept and not landed:
             self.device.copy_h2d(base, image.address, image.nbytes, stream)
         present = np.array(image.present, bool)
         self._a[:, slot] = np.where(present, self._a_offsets + np.uint64(base), np.uint64(0))
@@ -228,6 +235,13 @@ class LoraPool:
         self._embed_counts[slot] = image.embed_rows
         self._head_counts[slot] = image.head_rows
         self._hold(slot, kept, stream)
+
+    def land(self, image: SlotImage) -> bool:
+        """Copy an image to the device ahead of its commit, from any thread and while steps run;
+        true if the commit of this very image will find it there. Never raises."""
+        if self._landing is None or image.fingerprint != self.layout.fingerprint():
+            return False
+        return self._landing.upload(image)
 
     def _hold(self, slot: int, kept: list[SlotImage], stream: Stream) -> None:
         """Write the tables; let go of the slot's old images when nothing can read them any more."""
@@ -375,6 +389,8 @@ class LoraPool:
         with ExitStack() as stack:
             for address in reversed(self._allocations):
                 stack.callback(self._free, address)
+            if self._landing is not None:
+                stack.callback(self._landing.close)
 
     def _free(self, address: int) -> None:
         self.device.free(address)

@@ -105,7 +105,14 @@ class Adapters:
         stream: Stream,
         adopt: bool = False,
     ) -> None:
-        self.pool = LoraPool(device, layout, max_loras, max_rows=max_rows, adopt=adopt)
+        self.pool = LoraPool(
+            device,
+            layout,
+            max_loras,
+            max_rows=max_rows,
+            adopt=adopt,
+            ahead=not device.host_addressable,
+        )
         self._adopt = adopt
         self._device, self._kernels, self._stream = device, kernels, stream
         members = [(modules, 0) for modules in GROUPS]

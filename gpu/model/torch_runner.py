@@ -299,6 +299,11 @@ class TorchRunner:
         adapters.commit(slot, image)
         steps.committed(slot, image)
 
+    def land(self, image: SlotImage) -> bool:
+        """Bring a staged image to the device before its commit; see `LoraPool.land`. Any thread."""
+        adapters = self._adapters
+        return adapters is not None and adapters.pool.land(image)
+
     def retire(self, slot: int) -> None:
         """See `Runner.retire`."""
         self._slots().retire(slot)

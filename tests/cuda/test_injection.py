@@ -123,7 +123,7 @@ def serving(device):
         device.memset(out, 0, 2 * ROWS * 32, stream)
         device.copy_h2d(rows, slots.ctypes.data, slots.nbytes, stream)
         for max_loras in (2, 3):
-            pool = LoraPool(device, LAYOUT, max_loras, max_rows=ROWS)
+            pool = LoraPool(device, LAYOUT, max_loras, max_rows=ROWS, ahead=True)
             stack.callback(give_back, pool.close)
             slices = tuple(
                 LoraSlice(*pool.pair_tables(at), LAYOUT.pairs[at].n_out, 16 * at) for at in (0, 1)
@@ -144,6 +144,8 @@ def serving(device):
                     bits.view(np.uint8), (True,) * count, np.ones(count, np.float32),
                     (8,) * count, str(seed), LAYOUT.fingerprint(),
                 )  # fmt: skip
+                if seed:
+                    pool.land(image)  # or not: the commit copies from the host then
                 pool.commit(seed % 2, image, stream)
                 device.synchronize(stream)
                 cache.run(GraphKey("decode", ROWS, "routed"), stream, step)

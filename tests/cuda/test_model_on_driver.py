@@ -169,6 +169,22 @@ def test_swaps_between_replays_are_seen_and_nothing_is_captured_again(on_driver,
     assert device.live_labels() == labels
 
 
+def test_an_adapter_that_landed_ahead_is_served_as_any_other(on_driver, on_host):
+    here, _, device = on_driver("float32")
+    there = on_host("float32")
+    source = DirectorySource(here.folder / "adapters" / "attn_mlp_r8")
+    image = stage(source, here.runner.layout, base_rows=here.runner.base_rows).image
+    assert here.runner.land(image)
+    here.runner.commit(0, image)
+    there.commit(0, "attn_mlp_r8")
+    for served in (here, there):
+        served.step((0, -1), [0, 0], [[3], [7]])
+    assert torch.allclose(here.logits, there.logits, rtol=1e-4, atol=1e-4)
+    here.runner.relayout(2, 8)  # another pool, another place to land
+    assert not here.runner.land(image)
+    assert device.live_labels().count("lora landing") == 2  # the place and its stream
+
+
 def test_a_refused_capture_costs_one_line_and_no_step(on_driver, on_host, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "rota.gpu.model.torch_step")
     here, _, device = on_driver("float32")
