@@ -31,6 +31,8 @@ def _row(row: fx.Row) -> str:
     where = "base" if row.slot < 0 else f"slot{row.slot}"
     end = row.start + len(row.tokens)
     fed = f"<{fx.fed(row.tokens[0])}" if row.tokens[0] < 0 else ""
+    fed += f"<#{row.load}" if row.load >= 0 else ""
+    fed += f">#{row.save}" if row.save >= 0 else ""
     return f"s{row.seq}@{where}[{row.start}:{end}]{fed}{'*' if row.sample else ''}"
 
 
@@ -47,7 +49,8 @@ def event_text(event: ev.Event) -> str:
 
 
 def effect_text(effect: fx.Effect) -> str:
-    """One line; ``*`` marks a row that samples, ``<i`` one fed by row ``i`` of the step before."""
+    """One line; ``*`` marks a row that samples, ``<i`` one fed by row ``i`` of the step before,
+    ``<#n`` and ``>#n`` one that loads and saves snapshot ``n``."""
     if isinstance(effect, fx.RunStep):
         return f"RunStep {effect.step} " + " ".join(_row(row) for row in effect.rows)
     return f"{type(effect).__name__} {_fields(effect)}".rstrip()

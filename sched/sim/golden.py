@@ -130,6 +130,17 @@ SCENARIOS: dict[str, Scenario] = {
         _do(0.0, "load", "a", "A"),
         Ask(0.1, "a", prompt=40, tokens=3, samples=3),
     ),
+    "recurrent_states_begin_behind_snapshots": _scenario(
+        _do(0.0, "load", "a", "A"),
+        Ask(0.1, "a", prompt=40, shared=36, tokens=2),
+        Ask(0.3, "a", prompt=40, shared=36, tokens=2, samples=2),
+        Ask(0.3, None, prompt=40, shared=36, tokens=2),
+        _do(0.5, "replace", "a", "A2"),
+        Ask(0.7, "a", prompt=40, shared=36, tokens=2),
+        recurrent=True,
+        snapshots=2,
+        snapshot_tokens=16,
+    ),
     "memory_pressure_spills_and_restores": _scenario(
         Ask(0.0, None, prompt=28, tokens=8),
         Ask(0.0, None, prompt=28, tokens=8),
