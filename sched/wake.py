@@ -29,7 +29,7 @@ def loop_poster() -> Callable[[Callable[[], None]], None]:
     post = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
     # A callback posted from a foreign thread would run in that thread's context, in which anyio
     # does not know its loop.
-    context = contextvars.copy_context()
+    context = _context()
 
     def call(callback: Callable[[], None]) -> None:
         try:
@@ -38,6 +38,21 @@ def loop_poster() -> Callable[[Callable[[], None]], None]:
             _log.warning("the event loop ended before the engine's device thread")
 
     return call
+
+
+def _context() -> contextvars.Context:
+    """A copy of the current context in which anyio knows its loop outside of tasks as well.
+
+    ``asyncio.run``, unlike ``anyio.run``, says it nowhere: sniffio, where it is installed, looks
+    for a current task, and a callback has none.
+    """
+    context = contextvars.copy_context()
+    try:
+        import sniffio
+    except ImportError:
+        return context  # then anyio looks for a running loop, which a callback has
+    context.run(sniffio.current_async_library_cvar.set, sniffio.current_async_library())
+    return context
 
 
 class _Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+import trio
 
 import rota
 
@@ -290,3 +292,14 @@ async def test_a_broken_engine_says_so_to_a_health_check(llama: Any) -> None:
         with pytest.raises(rota.EngineClosedError) as caught:
             engine.stats()
         assert caught.value.code == "close-timeout"
+
+
+@pytest.mark.parametrize("program", ["asyncio", "trio"])
+def test_an_engine_lives_in_a_program_that_knows_nothing_of_anyio(llama: Any, program: str) -> None:
+    async def main() -> list[int]:
+        async with rota.Engine(llama.model, **SMALL) as engine:
+            await engine.load("x", llama.adapter("attn_mlp_r8"))
+            return await ids(engine, llama.prompt("attn_mlp_r8"), "x", 4)
+
+    got = asyncio.run(main()) if program == "asyncio" else trio.run(main)
+    assert got == llama.greedy("attn_mlp_r8")[:4]
