@@ -235,6 +235,8 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
         kv_bytes=config.kv_bytes,
         max_step_tokens=_step_tokens(config),
         max_sequences=config.max_running,
+        spill_bytes=config.spill_bytes,
+        snapshots=config.state_snapshots if config.prefix_cache else 0,
     )
 
 

@@ -40,7 +40,7 @@ from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
-from .spill import SpillStore
+from .spill import HostCopies, SpillStore
 from .states import StateArena, snapshots_within, state_bytes
 from .weights import DtypeName
 
@@ -86,7 +86,7 @@ class Runner:
         self._sequences = OpenSequences(config.vocab, config.eos_ids)
         self._adapters: Adapters | None = None
         self._kv: KvCache | None = None
-        self._spills: SpillStore | None = None
+        self._spills: SpillStore[list[torch.Tensor]] | None = None
         self._states: StateArena | None = None
         self._model: HostModel | None = None
         self.logits_sink: LogitsSink | None = None
@@ -121,7 +121,9 @@ class Runner:
             block_bytes = kv_bytes_per_block(config, dtype)
             spill_blocks = spill_bytes // block_bytes
             state_blocks = -(-state_bytes(config, dtype) // block_bytes)
-            self._spills = SpillStore(self._kv, spill_blocks, self._states, state_blocks)
+            self._spills = SpillStore(
+                HostCopies(self._kv), spill_blocks, self._states, state_blocks
+            )
             context = min(config.context, num_blocks * BLOCK_TOKENS)
             limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
             self._batch = StepBatch(limits)
@@ -297,7 +299,7 @@ class Runner:
         with named_failure():
             self._store().restore(seq, places)
 
-    def _store(self) -> SpillStore:
+    def _store(self) -> SpillStore[list[torch.Tensor]]:
         assert self._spills is not None
         return self._spills
 

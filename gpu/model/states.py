@@ -50,7 +50,7 @@ def _conv_elements(gdn: GdnShape) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopy:
-    """One sequence's states outside the arena: ``parts`` is conv ``[layers, conv - 1, channels]``
+    """One sequence's states in host memory: ``parts`` is conv ``[layers, conv - 1, channels]``
     and memory ``[layers, value_heads, key_dim, value_dim]``, after ``position`` tokens."""
 
     position: int
@@ -263,7 +263,7 @@ class StateArena:
                 found=seen,
             )
         place = self._places[seq]
-        return StateCopy(seen, tuple(whole[:, place].clone() for whole in self._whole))
+        return StateCopy(seen, tuple(whole[:, place].to("cpu", copy=True) for whole in self._whole))
 
     def put(self, seq: int, copy: StateCopy) -> None:
         """Give ``seq`` the state that `copy_of` copied.

@@ -22,6 +22,7 @@ class TorchKv:
     ``[(num_blocks + 1) * 16, kv_heads, head_dim]`` each.
 
     Attributes:
+        blocks: the same memory as ``[layers, 2, num_blocks + 1, 16, kv_heads, head_dim]``.
         waste_cell: where padding rows write.
         zero_cell: a cell that is zero and that nobody writes: what is read in place of cells a row
             may not see, whose contents could be another row's NaN.
@@ -63,10 +64,12 @@ class TorchKv:
         self.keys = [whole[layer, 0] for layer in range(layers)]
         self.values = [whole[layer, 1] for layer in range(layers)]
         whole[:, :, self.waste_cell :] = 0
+        self.blocks = whole.view(layers, 2, num_blocks + 1, BLOCK_TOKENS, *shape[3:])
 
     def close(self) -> None:
         """Drop the tensors and free the memory, once. End the work that uses it first."""
         self.keys, self.values = [], []
+        del self.blocks
         address, self._address = self._address, None
         if address is not None:
             self._device.free(address)

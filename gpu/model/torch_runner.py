@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ...errors import DeviceError, InternalError
+from ...errors import DeviceError
 from ..device import Device
 from ..graphs import GraphCache
 from ..kernels.rope import BLOCK_TOKENS
@@ -42,13 +42,15 @@ from .contract import (
     nothing_fed,
     step_outputs,
 )
-from .kv import blocks_within, spare_bytes
+from .kv import blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
 from .sampling import Choice, Sampler, SamplingParams
-from .states import StateArena
+from .spill import SpillStore
+from .states import StateArena, snapshots_within, state_bytes
 from .torch_families import bind, read
 from .torch_kv import TorchKv
 from .torch_lora import DeviceGroups
+from .torch_spill import PinnedCopies
 from .torch_step import StepRunner, rows_of_buckets
 from .weights import DtypeName, HybridWeights, Weights
 
@@ -80,6 +82,8 @@ class TorchRunner:
         kv_bytes: int | None,
         max_step_tokens: int,
         max_sequences: int,
+        spill_bytes: int,
+        snapshots: int,
         graphs: bool,
     ) -> None:
         self._device, self._space = device, space
@@ -89,6 +93,8 @@ class TorchRunner:
         self._groups: DeviceGroups | None = None
         self._kv: TorchKv | None = None
         self._states: StateArena | None = None
+        self._copies: PinnedCopies | None = None
+        self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
         self.logits_sink: LogitsSink | None = None
         elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
@@ -118,14 +124,28 @@ class TorchRunner:
                         stream=self._stream,
                     )
                 if config.recurrent:
+                    snapshots = snapshots_within(device, config, dtype, snapshots)
                     self._states = StateArena(
-                        device, config, dtype, max_sequences, space=space, spare=1
+                        device,
+                        config,
+                        dtype,
+                        max_sequences,
+                        space=space,
+                        spare=1,
+                        snapshots=snapshots,
                     )
                 if num_blocks is None:
                     if kv_bytes is None:
                         kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
                     num_blocks = blocks_within(config, dtype, kv_bytes)
                 self._kv = TorchKv(device, space, config, dtype, num_blocks)
+                block_bytes = kv_bytes_per_block(config, dtype)
+                spill_blocks = spill_bytes // block_bytes
+                state_blocks = -(-state_bytes(config, dtype) // block_bytes)
+                self._copies = PinnedCopies(
+                    device, space, self._stream, self._kv, max(spill_blocks, 1)
+                )
+                self._spills = SpillStore(self._copies, spill_blocks, self._states, state_blocks)
                 context = min(config.context, num_blocks * BLOCK_TOKENS)
                 limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
                 self._batch = StepBatch(limits)
@@ -158,8 +178,11 @@ class TorchRunner:
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            spill_blocks=spill_blocks,
             recurrent=config.recurrent,
             state_bytes=self._states.nbytes if self._states else 0,
+            snapshots=self._states.snapshots if self._states else 0,
+            state_blocks=state_blocks,
         )
 
     @classmethod
@@ -179,6 +202,8 @@ class TorchRunner:
         kv_bytes: int | None = None,
         max_step_tokens: int = 512,
         max_sequences: int = 64,
+        spill_bytes: int = 0,
+        snapshots: int = 0,
         graphs: bool = True,
         space: TensorSpace | None = None,
     ) -> TorchRunner:
@@ -219,6 +244,8 @@ class TorchRunner:
                 kv_bytes=kv_bytes,
                 max_step_tokens=max_step_tokens,
                 max_sequences=max_sequences,
+                spill_bytes=spill_bytes,
+                snapshots=snapshots,
                 graphs=graphs,
             )
         except BaseException:
@@ -260,9 +287,11 @@ class TorchRunner:
         self._sequences.open(seq, prompt, sampling)
 
     def close_sequence(self, seq: int) -> None:
-        """Forget sampler and recurrent state of ``seq``. Idempotent."""
+        """See `Runner.close_sequence`."""
         self._sequences.close(seq)
         self.drop_state(seq)
+        if self._spills is not None:
+            self._spills.drop(seq)
 
     def drop_state(self, seq: int) -> None:
         """See `Runner.drop_state`."""
@@ -270,26 +299,22 @@ class TorchRunner:
             self._states.drop(seq)
 
     def spill(self, seq: int, blocks: Sequence[int]) -> None:
-        """Refuse: no KV block spills from an accelerator, and ``info.spill_blocks`` says so.
-
-        Raises:
-            InternalError: spill-full.
-        """
-        raise InternalError(
-            "no room in host memory", code="spill-full", subject=f"sequence {seq}", expected=0
-        )
+        """See `Runner.spill`; the blocks may be written by steps that come later."""
+        self._alive()
+        with self._copying() as store:
+            store.spill(seq, blocks)
 
     def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
-        """Refuse: nothing was spilled.
+        """See `Runner.restore`."""
+        self._alive()
+        with self._copying() as store:
+            store.restore(seq, places)
 
-        Raises:
-            InternalError: sequence-not-spilled.
-        """
-        raise InternalError(
-            "the sequence is not in host memory",
-            code="sequence-not-spilled",
-            subject=f"sequence {seq}",
-        )
+    @contextmanager
+    def _copying(self) -> Iterator[SpillStore[list[int]]]:
+        assert self._spills is not None
+        with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
+            yield self._spills
 
     # Slots
 
@@ -361,6 +386,8 @@ class TorchRunner:
                 assert logits is not None
                 return steps.choose(samplers, [places[i] for i in chosen], logits)
 
+            if self._states is not None:
+                self._states.save(rows)
             choices = self._sequences.choose(seqs, choose) if seqs else []
             self._device.synchronize(self._stream)
         if self._states is not None:
@@ -398,6 +425,8 @@ class TorchRunner:
                 stack.callback(self._kv.close)
             if self._states is not None:
                 stack.callback(self._states.close)
+            if self._copies is not None:
+                stack.callback(self._copies.close)
             stack.callback(self._device.destroy_stream, self._stream)
             if self._steps is not None:
                 stack.callback(self._steps.close)
