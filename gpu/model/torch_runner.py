@@ -417,16 +417,9 @@ class TorchRunner:
         # Last in, first out: queued work ends, then graphs go, then the memory they name.
         with ExitStack() as stack:
             stack.callback(self.base_rows.close)
-            if self._groups is not None:
-                stack.callback(self._groups.close)
-            if self._adapters is not None:
-                stack.callback(self._adapters.close)
-            if self._kv is not None:
-                stack.callback(self._kv.close)
-            if self._states is not None:
-                stack.callback(self._states.close)
-            if self._copies is not None:
-                stack.callback(self._copies.close)
+            for part in (self._groups, self._adapters, self._kv, self._states, self._copies):
+                if part is not None:
+                    stack.callback(part.close)
             stack.callback(self._device.destroy_stream, self._stream)
             if self._steps is not None:
                 stack.callback(self._steps.close)
