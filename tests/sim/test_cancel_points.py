@@ -53,11 +53,12 @@ CALLS: dict[str, Callable[[Serving], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("call", CALLS)
-async def test_a_cancel_at_every_await_leaves_a_sound_engine(call: str) -> None:
+async def test_a_cancel_at_every_await_leaves_a_sound_engine(call: str, depth: int) -> None:
     points = 0
     for nth in range(1, 60):
-        async with serving(max_loras=3, drain_after_s=0.05) as s:
+        async with serving(max_loras=3, drain_after_s=0.05, step_depth=depth) as s:
             await s.load("a", "A")
             await s.load("busy", "B")
             await s.register("cold", "C")
