@@ -39,6 +39,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.params import SamplingParams
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.torch_runner import TorchRunner
@@ -125,7 +126,7 @@ def error_against_host(open_runner: Callable[[], Any], model: Path, options: dic
     """Largest error of a prefill and a decode step's logits, base and adapter."""
     found: list[list[torch.Tensor]] = []
     for make in (
-        lambda: Runner.load(model, HostDevice(), affine=False, **options),
+        lambda: Runner.load(model, HostDevice(), RunnerOptions(affine=False, **options)),
         open_runner,
     ):
         runner = make()
@@ -241,7 +242,9 @@ def main() -> int:
                 from rota.gpu.fakecuda.torch_queue import QueueSpace
 
                 space = QueueSpace(device, fake.driver)
-            return TorchRunner.load(options.model, device, space=space, **(sizes | more))
+            return TorchRunner.load(
+                options.model, device, RunnerOptions(**(sizes | more)), space=space
+            )
 
         check = {"num_blocks": 64, "max_sequences": 4}
         error = error_against_host(lambda: open_runner(**check), options.model, sizes | check)

@@ -23,6 +23,7 @@ from ..gpu.device import Device, open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
+from ..gpu.model.options import RunnerOptions
 from ..gpu.model.runner import Runner
 from ..gpu.model.torch_runner import TorchRunner
 from .config import EngineConfig
@@ -185,24 +186,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
         device.close()
         raise
     try:
-        return Runner.load(
-            model_dir,
-            device,
-            dtype=config.dtype,
-            max_loras=config.max_loras,
-            max_lora_rank=config.max_lora_rank,
-            overlay_rows=config.overlay_rows,
-            affine=config.affine,
-            expert_adapters=config.expert_adapters,
-            max_expert_rank=config.max_expert_rank,
-            max_embedding_rank=config.max_embedding_rank,
-            kv_bytes=config.kv_bytes,
-            max_step_tokens=_step_tokens(config),
-            max_sequences=config.max_running,
-            spill_bytes=config.spill_bytes,
-            snapshots=config.state_snapshots if config.prefix_cache else 0,
-            use_numba=config.use_numba,
-        )
+        return Runner.load(model_dir, device, _options(config), use_numba=config.use_numba)
     except BaseException:
         device.close()
         raise
@@ -222,9 +206,11 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
                 expected='device="cpu", or the option left out',
                 found=str(getattr(config, option)),
             )
-    return TorchRunner.load(
-        model_dir,
-        device,
+    return TorchRunner.load(model_dir, device, _options(config))
+
+
+def _options(config: EngineConfig) -> RunnerOptions:
+    return RunnerOptions(
         dtype=config.dtype,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
@@ -232,17 +218,14 @@ def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) 
         affine=config.affine,
         expert_adapters=config.expert_adapters,
         max_expert_rank=config.max_expert_rank,
+        max_embedding_rank=config.max_embedding_rank,
         kv_bytes=config.kv_bytes,
-        max_step_tokens=_step_tokens(config),
+        max_step_tokens=most_step_tokens(
+            config.max_step_tokens, config.mixed_step_tokens, config.max_running, BLOCK_TOKENS
+        ),
         max_sequences=config.max_running,
         spill_bytes=config.spill_bytes,
         snapshots=config.state_snapshots if config.prefix_cache else 0,
-    )
-
-
-def _step_tokens(config: EngineConfig) -> int:
-    return most_step_tokens(
-        config.max_step_tokens, config.mixed_step_tokens, config.max_running, BLOCK_TOKENS
     )
 
 

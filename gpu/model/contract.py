@@ -19,8 +19,6 @@ from ...errors import DeviceError, InternalError, RotaError
 from .batch import RowLike, RowOutput, StepBatch
 from .sampling import Choice, Sampler, SamplingParams
 
-MAX_STEP_TOKENS: Final = 1 << 16
-MAX_SEQUENCES: Final = 1 << 14
 MAX_OPEN: Final = 1 << 16
 """Sequences with a sampler at once: running ones, and preempted ones that will come back."""
 
@@ -56,27 +54,6 @@ class RunnerInfo:
     state_bytes: int = 0
     snapshots: int = 0
     state_blocks: int = 0
-
-
-def check_limits(*, max_loras: int, max_step_tokens: int, max_sequences: int) -> None:
-    """Refuse sizes no runner serves.
-
-    Raises:
-        DeviceError: bad-argument.
-    """
-    for name, value, low, high in (
-        ("max_loras", max_loras, 0, 4096),
-        ("max_step_tokens", max_step_tokens, 1, MAX_STEP_TOKENS),
-        ("max_sequences", max_sequences, 1, MAX_SEQUENCES),
-    ):
-        if type(value) is not int or not low <= value <= high:
-            raise DeviceError(
-                "a runner parameter is out of range",
-                code="bad-argument",
-                subject=name,
-                expected=f"an integer in {low}..{high}",
-                found=repr(value),
-            )
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from ..device import Device
 from ..kernels.host import HostKernels
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
-from ..lora.layout import Elem, SlotLayout
 from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
@@ -31,18 +30,17 @@ from .contract import (
     LogitsSink,
     OpenSequences,
     RunnerInfo,
-    check_limits,
     named_failure,
     nothing_fed,
     step_outputs,
 )
 from .families import HostModel, HostWeights, bind, read
-from .kv import KvCache, blocks_within, kv_bytes_per_block, spare_bytes
+from .kv import KvCache
 from .linears import BaseLinears
+from .options import RunnerOptions
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
 from .spill import HostCopies, SpillStore
-from .states import StateArena, snapshots_within, state_bytes
-from .weights import DtypeName
+from .states import StateArena, snapshots_within
 
 __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
 
@@ -66,20 +64,7 @@ class Runner:
         weights: HostWeights,
         kernels: HostKernels,
         linears: BaseLinears,
-        *,
-        max_loras: int,
-        max_lora_rank: int,
-        overlay_rows: int,
-        affine: bool,
-        expert_adapters: bool,
-        max_expert_rank: int,
-        max_embedding_rank: int,
-        num_blocks: int | None,
-        kv_bytes: int | None,
-        max_step_tokens: int,
-        max_sequences: int,
-        spill_bytes: int = 0,
-        snapshots: int = 0,
+        options: RunnerOptions,
     ) -> None:
         self._device = device
         self._closed = False
@@ -91,41 +76,39 @@ class Runner:
         self._model: HostModel | None = None
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
-        elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
-        dims = config.to_lora_dims(expert_adapters=expert_adapters)
-        self.layout = SlotLayout(
-            dims, max_lora_rank, elem, overlay_rows, affine, max_expert_rank, max_embedding_rank
-        )
+        self.layout = options.layout(config, dtype)
         self._stream = device.create_stream(label="runner")
         try:
-            if max_loras:
+            if options.max_loras:
                 # Before the KV memory, which takes what is left.
                 self._adapters = Adapters(
                     device,
                     kernels,
                     self.layout,
-                    max_loras,
-                    max_rows=max_step_tokens,
+                    options.max_loras,
+                    max_rows=options.max_step_tokens,
                     stream=self._stream,
                     adopt=True,
                 )
             if config.recurrent:
-                snapshots = snapshots_within(device, config, dtype, snapshots)
-                self._states = StateArena(device, config, dtype, max_sequences, snapshots=snapshots)
-            if num_blocks is None:
-                if kv_bytes is None:
-                    kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
-                num_blocks = blocks_within(config, dtype, kv_bytes)
+                self._states = StateArena(
+                    device,
+                    config,
+                    dtype,
+                    options.max_sequences,
+                    snapshots=snapshots_within(device, config, dtype, options.snapshots),
+                )
+            num_blocks = options.blocks(device, config, dtype, weights.nbytes)
             self._kv = KvCache(device, config, dtype, num_blocks)
-            block_bytes = kv_bytes_per_block(config, dtype)
-            spill_blocks = spill_bytes // block_bytes
-            state_blocks = -(-state_bytes(config, dtype) // block_bytes)
+            spill_blocks, state_blocks = options.spill(config, dtype)
             self._spills = SpillStore(
                 HostCopies(self._kv), spill_blocks, self._states, state_blocks
             )
             context = min(config.context, num_blocks * BLOCK_TOKENS)
-            limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
+            limits = Limits(
+                options.max_step_tokens, options.max_sequences, context, num_blocks, config.vocab
+            )
             self._batch = StepBatch(limits)
             self._sample = RowSampler(config.vocab)
             self._model = bind(
@@ -134,24 +117,15 @@ class Runner:
         except BaseException:
             self._free()
             raise
-        self.info = RunnerInfo(
-            family=config.family,
-            dtype=str(dtype).removeprefix("torch."),
-            vocab_size=config.vocab,
-            context_length=context,
-            eos_ids=config.eos_ids,
+        self.info = options.info(
+            config,
+            dtype,
+            context=context,
             num_blocks=num_blocks,
-            block_size=BLOCK_TOKENS,
             model_bytes=weights.nbytes,
             kv_bytes=self._kv.nbytes,
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            spill_blocks=spill_blocks,
-            recurrent=config.recurrent,
-            state_bytes=self._states.nbytes if self._states else 0,
-            snapshots=self._states.snapshots if self._states else 0,
-            state_blocks=state_blocks,
+            states=self._states,
         )
 
     @classmethod
@@ -159,73 +133,28 @@ class Runner:
         cls,
         model_dir: str | Path,
         device: Device,
+        options: RunnerOptions | None = None,
         *,
-        dtype: DtypeName = "auto",
-        max_loras: int = 8,
-        max_lora_rank: int = 64,
-        overlay_rows: int = 0,
-        affine: bool = True,
-        expert_adapters: bool = False,
-        max_expert_rank: int = 0,
-        max_embedding_rank: int = 0,
-        num_blocks: int | None = None,
-        kv_bytes: int | None = None,
-        max_step_tokens: int = 512,
-        max_sequences: int = 64,
-        spill_bytes: int = 0,
-        snapshots: int = 0,
         use_numba: bool = True,
     ) -> Runner:
         """Load a checkpoint folder and take over ``device``.
 
         Args:
             device: open and host addressable; once this returns, `close` closes it too.
-            dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-            max_loras: slots; 0 is LoRA off.
-            overlay_rows: embedding and lm_head rows a slot may replace.
-            affine: room in each slot for DoRA's factors and for biases.
-            expert_adapters: room in each slot for pairs of every routed expert.
-            max_expert_rank: of them, where less than ``max_lora_rank``; 0 = ``max_lora_rank``.
-            max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them.
-            num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
-            max_step_tokens: most tokens of a step. max_sequences: most rows of a step.
-            spill_bytes: host memory for KV blocks and states of preempted sequences, taken as it
-                is needed.
-            snapshots: of recurrent states; fewer where they would take more than an eighth of what
-                is free.
+            options: default `RunnerOptions()`.
+            use_numba: run the numba kernels where numba is installed.
 
         Raises:
             ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
             DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory, and others.
         """
-        check_limits(
-            max_loras=max_loras, max_step_tokens=max_step_tokens, max_sequences=max_sequences
-        )
+        options = RunnerOptions() if options is None else options
         path = Path(model_dir)
         config = load_config(path)
-        weights, kernels = read(path, config, dtype, use_numba=use_numba)
+        weights, kernels = read(path, config, options.dtype, use_numba=use_numba)
         linears = BaseLinears(path, kernels.dtype, config.to_lora_dims())
         try:
-            runner = cls(
-                device,
-                config,
-                weights,
-                kernels,
-                linears,
-                max_loras=max_loras,
-                max_lora_rank=max_lora_rank,
-                overlay_rows=overlay_rows,
-                affine=affine,
-                expert_adapters=expert_adapters,
-                max_expert_rank=max_expert_rank,
-                max_embedding_rank=max_embedding_rank,
-                num_blocks=num_blocks,
-                kv_bytes=kv_bytes,
-                max_step_tokens=max_step_tokens,
-                max_sequences=max_sequences,
-                spill_bytes=spill_bytes,
-                snapshots=snapshots,
-            )
+            runner = cls(device, config, weights, kernels, linears, options)
         except BaseException:
             linears.close()
             raise

@@ -27,7 +27,6 @@ from ..device import Device
 from ..graphs import GraphCache
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
-from ..lora.layout import Elem, SlotLayout
 from ..tensors import TensorSpace, open_space
 from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
@@ -36,23 +35,21 @@ from .config import ModelConfig, load_config
 from .contract import (
     LogitsSink,
     OpenSequences,
-    RunnerInfo,
-    check_limits,
     named_failure,
     nothing_fed,
     step_outputs,
 )
-from .kv import blocks_within, kv_bytes_per_block, spare_bytes
 from .linears import BaseLinears
+from .options import RunnerOptions
 from .sampling import Choice, Sampler, SamplingParams
 from .spill import SpillStore
-from .states import StateArena, snapshots_within, state_bytes
+from .states import StateArena, snapshots_within
 from .torch_families import bind, read
 from .torch_kv import TorchKv
 from .torch_lora import DeviceGroups
 from .torch_spill import PinnedCopies
 from .torch_step import StepRunner, rows_of_buckets
-from .weights import DtypeName, HybridWeights, Weights
+from .weights import HybridWeights, Weights
 
 logger = logging.getLogger("rota.gpu.model.torch_runner")
 
@@ -71,19 +68,8 @@ class TorchRunner:
         weights: Weights | HybridWeights,
         dtype: torch.dtype,
         linears: BaseLinears,
+        options: RunnerOptions,
         *,
-        max_loras: int,
-        max_lora_rank: int,
-        overlay_rows: int,
-        affine: bool,
-        expert_adapters: bool,
-        max_expert_rank: int,
-        num_blocks: int | None,
-        kv_bytes: int | None,
-        max_step_tokens: int,
-        max_sequences: int,
-        spill_bytes: int,
-        snapshots: int,
         graphs: bool,
     ) -> None:
         self._device, self._space = device, space
@@ -97,15 +83,13 @@ class TorchRunner:
         self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
         self.logits_sink: LogitsSink | None = None
-        elem = Elem.BF16 if dtype is torch.bfloat16 else Elem.F32
-        dims = config.to_lora_dims(expert_adapters=expert_adapters)
-        self.layout = SlotLayout(dims, max_lora_rank, elem, overlay_rows, affine, max_expert_rank)
+        self.layout = options.layout(config, dtype)
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self._stream = device.create_stream(label="runner")
-        padded = max(max_step_tokens, rows_of_buckets(max_sequences))
+        padded = max(options.max_step_tokens, rows_of_buckets(options.max_sequences))
         try:
             with space.computing(self._stream):
-                if max_loras:
+                if options.max_loras:
                     self._groups = DeviceGroups(
                         device,
                         self._stream,
@@ -119,35 +103,35 @@ class TorchRunner:
                         device,
                         self._groups,
                         self.layout,
-                        max_loras,
+                        options.max_loras,
                         max_rows=1,
                         stream=self._stream,
                     )
                 if config.recurrent:
-                    snapshots = snapshots_within(device, config, dtype, snapshots)
                     self._states = StateArena(
                         device,
                         config,
                         dtype,
-                        max_sequences,
+                        options.max_sequences,
                         space=space,
                         spare=1,
-                        snapshots=snapshots,
+                        snapshots=snapshots_within(device, config, dtype, options.snapshots),
                     )
-                if num_blocks is None:
-                    if kv_bytes is None:
-                        kv_bytes = spare_bytes(device, config, dtype, weights.nbytes, max_sequences)
-                    num_blocks = blocks_within(config, dtype, kv_bytes)
+                num_blocks = options.blocks(device, config, dtype, weights.nbytes)
                 self._kv = TorchKv(device, space, config, dtype, num_blocks)
-                block_bytes = kv_bytes_per_block(config, dtype)
-                spill_blocks = spill_bytes // block_bytes
-                state_blocks = -(-state_bytes(config, dtype) // block_bytes)
+                spill_blocks, state_blocks = options.spill(config, dtype)
                 self._copies = PinnedCopies(
                     device, space, self._stream, self._kv, max(spill_blocks, 1)
                 )
                 self._spills = SpillStore(self._copies, spill_blocks, self._states, state_blocks)
                 context = min(config.context, num_blocks * BLOCK_TOKENS)
-                limits = Limits(max_step_tokens, max_sequences, context, num_blocks, config.vocab)
+                limits = Limits(
+                    options.max_step_tokens,
+                    options.max_sequences,
+                    context,
+                    num_blocks,
+                    config.vocab,
+                )
                 self._batch = StepBatch(limits)
                 self._steps = StepRunner(
                     device,
@@ -165,24 +149,15 @@ class TorchRunner:
         except BaseException:
             self._free()
             raise
-        self.info = RunnerInfo(
-            family=config.family,
-            dtype=str(dtype).removeprefix("torch."),
-            vocab_size=config.vocab,
-            context_length=context,
-            eos_ids=config.eos_ids,
+        self.info = options.info(
+            config,
+            dtype,
+            context=context,
             num_blocks=num_blocks,
-            block_size=BLOCK_TOKENS,
             model_bytes=weights.nbytes,
             kv_bytes=self._kv.nbytes,
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            spill_blocks=spill_blocks,
-            recurrent=config.recurrent,
-            state_bytes=self._states.nbytes if self._states else 0,
-            snapshots=self._states.snapshots if self._states else 0,
-            state_blocks=state_blocks,
+            states=self._states,
         )
 
     @classmethod
@@ -190,26 +165,15 @@ class TorchRunner:
         cls,
         model_dir: str | Path,
         device: Device,
+        options: RunnerOptions | None = None,
         *,
-        dtype: DtypeName = "auto",
-        max_loras: int = 8,
-        max_lora_rank: int = 64,
-        overlay_rows: int = 0,
-        affine: bool = True,
-        expert_adapters: bool = False,
-        max_expert_rank: int = 0,
-        num_blocks: int | None = None,
-        kv_bytes: int | None = None,
-        max_step_tokens: int = 512,
-        max_sequences: int = 64,
-        spill_bytes: int = 0,
-        snapshots: int = 0,
         graphs: bool = True,
         space: TensorSpace | None = None,
     ) -> TorchRunner:
-        """Load a checkpoint folder and take over ``device``; arguments as of `Runner.load`.
+        """Load a checkpoint folder and take over ``device``.
 
         Args:
+            options: default `RunnerOptions()`.
             graphs: replay decode steps from graphs where the space can capture.
             space: of the device; ``None`` opens the one that fits it.
 
@@ -218,35 +182,15 @@ class TorchRunner:
             DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
                 cuda-unavailable, and others.
         """
-        check_limits(
-            max_loras=max_loras, max_step_tokens=max_step_tokens, max_sequences=max_sequences
-        )
+        options = RunnerOptions() if options is None else options
         path = Path(model_dir)
         config = load_config(path)
         chosen = open_space(device) if space is None else space
-        weights, served_in = read(path, config, dtype, chosen)
+        weights, served_in = read(path, config, options.dtype, chosen)
         linears = BaseLinears(path, served_in, config.to_lora_dims())
         try:
             runner = cls(
-                device,
-                chosen,
-                config,
-                weights,
-                served_in,
-                linears,
-                max_loras=max_loras,
-                max_lora_rank=max_lora_rank,
-                overlay_rows=overlay_rows,
-                affine=affine,
-                expert_adapters=expert_adapters,
-                max_expert_rank=max_expert_rank,
-                num_blocks=num_blocks,
-                kv_bytes=kv_bytes,
-                max_step_tokens=max_step_tokens,
-                max_sequences=max_sequences,
-                spill_bytes=spill_bytes,
-                snapshots=snapshots,
-                graphs=graphs,
+                device, chosen, config, weights, served_in, linears, options, graphs=graphs
             )
         except BaseException:
             linears.close()

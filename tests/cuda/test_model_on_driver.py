@@ -12,6 +12,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
@@ -73,7 +74,7 @@ def on_driver(cuda_machine, driver, data_dir):
         folder = data_dir / "oracle" / family
         more = {"expert_adapters": family == "qwen35_moe"} | more
         runner = TorchRunner.load(
-            folder / "base", device, dtype=dtype, space=space, **(OPTIONS | more)
+            folder / "base", device, RunnerOptions(dtype=dtype, **(OPTIONS | more)), space=space
         )
         opened.append((runner, space))
         return Served(runner, folder), space, device
@@ -93,7 +94,9 @@ def on_host(data_dir):
     def make(dtype, family="llama"):
         folder = data_dir / "oracle" / family
         more = {"expert_adapters": family == "qwen35_moe"}
-        runner = Runner.load(folder / "base", HostDevice(), dtype=dtype, **(OPTIONS | more))
+        runner = Runner.load(
+            folder / "base", HostDevice(), RunnerOptions(dtype=dtype, **(OPTIONS | more))
+        )
         opened.append(runner)
         return Served(runner, folder)
 

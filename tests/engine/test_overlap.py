@@ -13,6 +13,7 @@ import rota
 from rota.gpu.host import HostDevice
 from rota.gpu.model.config import load_config
 from rota.gpu.model.kv import kv_bytes_per_block
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.sched import lifecycle
 from rota.sched.config import EngineConfig
@@ -138,11 +139,13 @@ async def test_the_accelerators_runner_too(llama: Any, monkeypatch: pytest.Monke
         return TorchRunner.load(
             model_dir,
             HostDevice(allow_foreign=True),
-            dtype=config.dtype,
-            max_loras=config.max_loras,
-            max_lora_rank=config.max_lora_rank,
-            max_step_tokens=512,
-            kv_bytes=1 << 20,
+            RunnerOptions(
+                dtype=config.dtype,
+                max_loras=config.max_loras,
+                max_lora_rank=config.max_lora_rank,
+                max_step_tokens=512,
+                kv_bytes=1 << 20,
+            ),
         )
 
     monkeypatch.setattr(lifecycle, "_load_runner", load)

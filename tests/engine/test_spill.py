@@ -14,6 +14,7 @@ from rota.gpu.device import open_device
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.config import load_config
 from rota.gpu.model.kv import kv_bytes_per_block
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.params import SamplingParams
 from rota.gpu.model.runner import Runner
 
@@ -63,10 +64,7 @@ def test_the_runners_host_copies_are_exact_bounded_and_given_up(llama: Any) -> N
     runner = Runner.load(
         llama.model,
         open_device("cpu"),
-        dtype="float32",
-        max_loras=0,
-        num_blocks=8,
-        spill_bytes=3 * each,
+        RunnerOptions(dtype="float32", max_loras=0, num_blocks=8, spill_bytes=3 * each),
         use_numba=False,
     )
     try:

@@ -15,6 +15,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import RowInput, Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
@@ -100,16 +101,18 @@ def open_bench(data_dir: Path) -> Iterator[Opener]:
                 "overlay_rows": 128,
             }
             options["expert_adapters"] = family == "qwen35_moe"
+            how: dict[str, Any] = {}
             if kind is Runner:
                 options["max_embedding_rank"] = 16
+                how["use_numba"] = more.pop("use_numba", True)
             folder = data_dir / "oracle" / family
             runner = kind.load(
                 folder / "base",
                 HostDevice(checked=True, allow_foreign=kind is TorchRunner),
-                dtype=dtype,
-                max_step_tokens=128,
-                max_sequences=8,
-                **(options | more),
+                RunnerOptions(
+                    dtype=dtype, max_step_tokens=128, max_sequences=8, **(options | more)
+                ),
+                **how,
             )
             made[key] = Bench(runner, folder)
         return made[key]

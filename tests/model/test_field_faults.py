@@ -14,6 +14,7 @@ from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.gpu.model.adapters import MAX_PLANS
 from rota.gpu.model.llama import MAX_VIEWS
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import RowInput, Runner
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo"
@@ -98,13 +99,15 @@ def warm(data_dir) -> Iterator[Runner]:
     runner = Runner.load(
         data_dir / "oracle" / "llama" / "base",
         HostDevice(checked=True),
-        dtype="bfloat16",
-        max_loras=4,
-        max_lora_rank=16,
-        overlay_rows=128,
-        num_blocks=8,
-        max_step_tokens=64,
-        max_sequences=8,
+        RunnerOptions(
+            dtype="bfloat16",
+            max_loras=4,
+            max_lora_rank=16,
+            overlay_rows=128,
+            num_blocks=8,
+            max_step_tokens=64,
+            max_sequences=8,
+        ),
     )
     yield runner
     runner.close()

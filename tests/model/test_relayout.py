@@ -13,6 +13,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def load(kind: Any, data_dir: Any, device: Any) -> Any:
-    return kind.load(data_dir / "oracle" / "llama" / "base", device, **OPTIONS)
+    return kind.load(data_dir / "oracle" / "llama" / "base", device, RunnerOptions(**OPTIONS))
 
 
 def fill(runner: Any, data_dir: Any, case: str, slot: int) -> None:
@@ -119,7 +120,7 @@ def test_too_large_a_pool_is_refused_by_name(kind: Any, data_dir: Any) -> None:
 def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(data_dir: Any) -> None:
     folder = data_dir / "oracle" / "qwen35"
     options = OPTIONS | {"max_lora_rank": 4, "max_embedding_rank": 8}
-    runner = Runner.load(folder / "base", HostDevice(checked=True), **options)
+    runner = Runner.load(folder / "base", HostDevice(checked=True), RunnerOptions(**options))
 
     def place(slot: int) -> None:
         source = DirectorySource(str(folder / "adapters" / "embed_head_lora"))

@@ -13,6 +13,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.kernels.bgmv import LoraGroup
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 
@@ -225,7 +226,9 @@ def test_any_error_inside_a_step_has_a_code(bench, monkeypatch):
 
 def load(data_dir, device, **options):
     folder = data_dir / "oracle" / "llama" / "base"
-    return Runner.load(folder, device, **({"num_blocks": 4, "max_loras": 2} | options))
+    return Runner.load(
+        folder, device, RunnerOptions(**({"num_blocks": 4, "max_loras": 2} | options))
+    )
 
 
 def test_close_gives_everything_back_once(data_dir):

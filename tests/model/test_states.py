@@ -10,6 +10,7 @@ from rota.errors import DeviceError, InternalError
 from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.host import HostKernels
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import RowInput, Runner
 from rota.gpu.model.sampling import SamplingParams
 
@@ -249,7 +250,7 @@ def test_snapshots_take_no_more_than_an_eighth_of_what_is_free(data_dir):
 def load(data_dir, device, **more):
     folder = data_dir / "oracle" / "qwen35" / "base"
     options = {"max_loras": 1, "max_lora_rank": 8, "num_blocks": 2, "max_sequences": 4} | more
-    return Runner.load(folder, device, use_numba=False, **options)
+    return Runner.load(folder, device, RunnerOptions(**options), use_numba=False)
 
 
 def test_states_that_do_not_fit_are_refused(data_dir):

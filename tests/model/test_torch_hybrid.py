@@ -8,6 +8,7 @@ import torch
 from rota.errors import DeviceError, InternalError
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.gdn import GdnShape, GdnWeights, StateRows, delta_net_reference
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_gdn import BLOCK, StateStep, TorchDeltaNet
 from rota.gpu.model.torch_runner import TorchRunner
@@ -276,12 +277,12 @@ def test_states_that_do_not_fit_are_refused_and_close_gives_them_back(data_dir):
     options = {"max_loras": 1, "max_lora_rank": 8, "num_blocks": 2}
     device = HostDevice(checked=True, allow_foreign=True, memory_limit=1 << 23)
     with pytest.raises(DeviceError) as caught:
-        TorchRunner.load(folder, device, max_sequences=512, **options)
+        TorchRunner.load(folder, device, RunnerOptions(max_sequences=512, **options))
     assert caught.value.code == "states-too-large"
     assert device.live_labels() == ()
     device.close()
     device = HostDevice(checked=True, allow_foreign=True)
-    runner = TorchRunner.load(folder, device, max_sequences=4, **options)
+    runner = TorchRunner.load(folder, device, RunnerOptions(max_sequences=4, **options))
     assert {"recurrent states", "conv states"} <= set(device.live_labels())
     runner.close()
     assert device.live_labels() == ()

@@ -11,6 +11,7 @@ from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.sampling import Sampler, SamplingParams
 from rota.gpu.model.torch_deltas import GEMM_TOKENS, split_rows
 from rota.gpu.model.torch_runner import TorchRunner
@@ -217,7 +218,7 @@ def test_buckets_and_spans():
 def load(data_dir, device, **options):
     folder = data_dir / "oracle" / "llama" / "base"
     wanted = {"num_blocks": 4, "max_loras": 2, "max_sequences": 4, "max_step_tokens": 32}
-    return TorchRunner.load(folder, device, **(wanted | options))
+    return TorchRunner.load(folder, device, RunnerOptions(**(wanted | options)))
 
 
 def test_close_gives_everything_back_once(data_dir):

@@ -9,6 +9,7 @@ from rota.errors import DeviceError, InternalError
 from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.model.batch import RowInput
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
 
@@ -27,7 +28,7 @@ def load(data_dir, device, family="llama", **more):
         "spill_bytes": 1 << 20,
     }
     folder = data_dir / "oracle" / family / "base"
-    return TorchRunner.load(folder, device, **(options | more))
+    return TorchRunner.load(folder, device, RunnerOptions(**(options | more)))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
+from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import RowInput, Runner
 
 ZOO = Path(__file__).resolve().parent
@@ -28,15 +29,17 @@ class Keeper:
         self.runner = Runner.load(
             data_dir / "oracle" / family / "base",
             HostDevice(checked=True),
-            dtype=dtype,
-            max_loras=SLOTS,
-            max_lora_rank=16,
-            overlay_rows=128,
-            max_embedding_rank=16,
-            expert_adapters=family in HYBRID,
-            num_blocks=SLOTS + 1,
-            max_step_tokens=512,
-            max_sequences=SLOTS + 1,
+            RunnerOptions(
+                dtype=dtype,
+                max_loras=SLOTS,
+                max_lora_rank=16,
+                overlay_rows=128,
+                max_embedding_rank=16,
+                expert_adapters=family in HYBRID,
+                num_blocks=SLOTS + 1,
+                max_step_tokens=512,
+                max_sequences=SLOTS + 1,
+            ),
         )
         self.prompt = json.loads((self.folder / "zoo.json").read_text())["prompt"]
         self._tag = {"float32": "f32", "bfloat16": "bf16"}[dtype]
