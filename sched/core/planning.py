@@ -66,7 +66,8 @@ def _row(state: State, seq: Sequence, end: int) -> Row:
     start, known = seq.computed, seq.tokens
     tokens = tuple(known[start:end])
     blocks = tuple(seq.blocks)
-    load, save = state.memory.copies(seq, end)
+    memory = state.memory
+    load, save = memory.copies(seq, end) if memory.recurrent else (-1, -1)
     sample = end == len(known)
     return Row(seq.id, seq.slot, seq.adapter_id, start, tokens, blocks, sample, load, save)
 
@@ -217,10 +218,12 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
         state.end(seq, "error", done.failure)
         return
     seq.computed += len(row.tokens)
-    state.memory.begun(seq)
+    if seq.resume is not None:
+        state.memory.begun(seq)
     if seq.state is SeqState.PREFILL:
         state.memory.publish(seq)
-    state.memory.keep(seq, row)
+    if row.save >= 0:
+        state.memory.keep(seq, row)
     if not row.sample:
         seq.move(SeqEvent.CHUNK, state.log)
         return
