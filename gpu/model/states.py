@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -293,7 +294,10 @@ class StateArena:
             self._free.append(place)
 
     def close(self) -> None:
-        """Drop the tensors and free the memory, once. End the work that uses it first."""
+        """Drop the tensors and free the memory, once; one refusal does not keep the rest. End the
+        work that uses it first."""
         self.conv, self.memory, self._whole = [], [], ()
-        while self._addresses:
-            self._device.free(self._addresses.pop())
+        with ExitStack() as stack:
+            for address in self._addresses:
+                stack.callback(self._device.free, address)
+            self._addresses.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -169,8 +170,11 @@ class DeviceSampler:
         return made
 
     def close(self) -> None:
-        """Free everything, once."""
-        while self._memory:
-            self._device.free(self._memory.pop())
-        while self._pinned:
-            self._device.pinned_free(self._pinned.pop())
+        """Free everything, once; one refusal does not keep the rest."""
+        with ExitStack() as stack:
+            for address in self._memory:
+                stack.callback(self._device.free, address)
+            for address in self._pinned:
+                stack.callback(self._device.pinned_free, address)
+            self._memory.clear()
+            self._pinned.clear()
