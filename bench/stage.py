@@ -119,7 +119,7 @@ def peer_process(folders: dict[str, Path], pipe: Any) -> None:
                     client.sendall(memory[:size].data)
 
         def accept_raw() -> None:
-            with ThreadPoolExecutor(8) as pool:
+            with ThreadPoolExecutor(64) as pool:  # a thread for each kept connection
                 while True:
                     try:
                         client, _ = raw.accept()
