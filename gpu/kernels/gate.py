@@ -20,7 +20,10 @@ def sigmoid_mul_reference(x: torch.Tensor, gate: torch.Tensor) -> None:
         x: [n, heads, width], any row stride, heads contiguous.
         gate: [n, heads, width] or [n, heads, 1] of the same dtype, any row and head stride.
     """
-    x.mul_(torch.sigmoid(gate))
+    # Row by row: torch computes the last few of many elements another way than those before, so
+    # that a row's bits would depend on how many rows there are.
+    for row, own in zip(x, gate, strict=True):
+        row.mul_(torch.sigmoid(own))
 
 
 @kernel

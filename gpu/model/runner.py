@@ -36,6 +36,7 @@ from .contract import (
 )
 from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache
+from .leftovers import Leftovers
 from .linears import BaseLinears
 from .options import RunnerOptions
 from .sampling import Choice, RowSampler, Sampler, SamplingParams
@@ -74,6 +75,7 @@ class Runner:
         self._spills: SpillStore[list[torch.Tensor]] | None = None
         self._states: StateArena | None = None
         self._model: HostModel | None = None
+        self._leftovers = Leftovers()
         self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
@@ -261,7 +263,7 @@ class Runner:
         self.info = replace(
             self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
         )
-        old.close()
+        self._leftovers.give_up(old)
 
     def _slots(self) -> Adapters:
         self._alive()
@@ -359,6 +361,7 @@ class Runner:
         # failure does not keep the rest.
         with ExitStack() as stack:
             stack.callback(self.base_rows.close)
+            stack.callback(self._leftovers.close)
             if self._adapters is not None:
                 stack.callback(self._adapters.close)
             if self._kv is not None:

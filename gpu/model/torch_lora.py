@@ -86,10 +86,10 @@ class DeviceGroups:
         return StreamAffine(group, self._stream, self.rows, self._dtype.itemsize)
 
     def close(self) -> None:
-        """Free the planes, once."""
-        planes, self._planes = self._planes, None
-        if planes is not None:
-            self._device.free(planes)
+        """Free the planes, once. What the device does not take back may be asked for again."""
+        if self._planes is not None:
+            self._device.free(self._planes)
+            self._planes = None
 
 
 class StreamGroup:

@@ -39,6 +39,7 @@ from .contract import (
     nothing_fed,
     step_outputs,
 )
+from .leftovers import Leftovers
 from .linears import BaseLinears
 from .options import RunnerOptions
 from .sampling import Choice, Sampler, SamplingParams
@@ -82,6 +83,7 @@ class TorchRunner:
         self._copies: PinnedCopies | None = None
         self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
+        self._leftovers = Leftovers()
         self.logits_sink: LogitsSink | None = None
         self.layout = options.layout(config, dtype)
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
@@ -283,20 +285,18 @@ class TorchRunner:
         assert old_groups is not None
         with self._space.computing(self._stream):
             groups = old_groups.of_rank(replace(self.layout, max_rank=max_rank).stride)
-            try:
+            with ExitStack() as undo:
+                undo.callback(groups.close)
                 new = old.remade(max_loras, max_rank, groups)
+                undo.callback(new.close)
                 steps.relayout(new)
-            except BaseException:
-                groups.close()
-                raise
+                undo.pop_all()
         self._adapters, self._groups, self.layout = new, groups, new.pool.layout
         self.info = replace(
             self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
         )
-        try:
-            old.close()
-        finally:
-            old_groups.close()
+        self._leftovers.give_up(old)
+        self._leftovers.give_up(old_groups)
 
     def _slots(self) -> Adapters:
         self._alive()
@@ -361,6 +361,7 @@ class TorchRunner:
         # Last in, first out: queued work ends, then graphs go, then the memory they name.
         with ExitStack() as stack:
             stack.callback(self.base_rows.close)
+            stack.callback(self._leftovers.close)
             for part in (self._groups, self._adapters, self._kv, self._states, self._copies):
                 if part is not None:
                     stack.callback(part.close)

@@ -1,9 +1,10 @@
 """One frontend's connection, at the engine's end.
 
 Owns the tasks of one connection: a reader, a writer that collects what all its requests have ready
-(:mod:`.outflow`), and one task for each call. Invariants: the output buffer is bounded (nothing is
-collected above ``high_water``, credits bound each request), so a slow frontend slows its own
-requests only; when the connection ends, however it ends, every request of it is cancelled.
+(:mod:`.outflow`), and one task for each call. Invariants: the output buffer is bounded (above
+``high_water`` nothing is collected and nothing is read that might ask for an answer; credits bound
+each request), so a slow frontend slows its own requests only; when the connection ends, however it
+ends, every request of it is cancelled.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Connection:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._drained = anyio.Event()
         self._sending = False
+        self._cut = False
 
     async def run(self) -> None:
         """Serve. Never raises for a fault of the frontend; closes the stream."""
@@ -140,6 +142,7 @@ class Connection:
                     self._session.receive_data(await self._stream.receive(_RECEIVE))
                     for message in self._session.events():
                         self._dispatch(message)
+                    await self._room()
             except WireError as error:
                 _log.warning("a frontend breaks the protocol: %s", error)
                 self._send(wire.Refused(to_failure(error)))
@@ -150,11 +153,24 @@ class Connection:
                 self._drained = anyio.Event()
                 await self._drained.wait()
 
+    async def _room(self) -> None:
+        """Wait while so much is to be sent that more would be held for a frontend that does not
+        read: whoever asks and never reads (pings, refusals) waits for itself."""
+        while self._session.frames.pending > self._limits.high_water and not self._cut:
+            self._drained = anyio.Event()
+            await self._drained.wait()
+
     async def _shut_at_end(self) -> None:
         try:
             await anyio.sleep_forever()
         finally:
-            shut(self._stream)
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Nothing goes out or comes in any more; whoever waits for either sees the end."""
+        self._cut = True
+        shut(self._stream)
+        self._drained.set()
 
     async def _write(self) -> None:
         frames, send_at_once = self._session.frames, sender_at_once(self._stream)
@@ -178,7 +194,7 @@ class Connection:
             self._sending = False
             self._drained.set()
             if scope.cancel_called:
-                shut(self._stream)
+                self._cut_off()
                 return
 
     def _send(self, message: Any) -> None:

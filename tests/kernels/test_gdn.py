@@ -108,6 +108,31 @@ def test_sigmoid_mul_equals_reference(
     assert torch.equal(found[:, 3 * width :], wanted[:, 3 * width :])
 
 
+@pytest.mark.parametrize("width", [1, 5, 24])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("rows", [2, 7, 16, 17, 33])
+def test_gates_and_routes_of_rows_alone_equal_those_in_a_batch(
+    fast: HostKernels, plain: HostKernels, rows: int, single: bool, width: int
+) -> None:
+    """To the last bit, by reference and kernel alike, however many values there are in all."""
+    gates = random(rows, 1, 1 if single else width, dtype=fast.dtype, seed=10) * 3
+    x = random(rows, 1, width, dtype=fast.dtype, seed=11)
+    logits = random(rows, width, dtype=fast.dtype, seed=12)
+    for kernels in (fast, plain):
+        batch = x.clone()
+        kernels.sigmoid_mul(batch, gates)
+        shares, ids = torch.empty_like(logits), torch.empty((rows, width), dtype=torch.int32)
+        kernels.route(logits, shares, ids)
+        for row in range(rows):
+            own = slice(row, row + 1)
+            alone = x[own].clone()
+            kernels.sigmoid_mul(alone, gates[own])
+            assert torch.equal(alone, batch[own])
+            share, chosen = torch.empty_like(shares[own]), torch.empty_like(ids[own])
+            kernels.route(logits[own], share, chosen)
+            assert torch.equal(share, shares[own]) and torch.equal(chosen, ids[own])
+
+
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (1, 1), (40, 5), (256, 8), (17, 17)])
 def test_route_equals_reference(
     fast: HostKernels, plain: HostKernels, assert_close: Close, experts: int, k: int

@@ -106,6 +106,38 @@ def test_a_failing_device_keeps_the_old_pool(kind: Any, op: Any, nth: int, data_
     assert device.live_labels() == ()
 
 
+FREED = [(Runner, 3), (TorchRunner, 4)]
+"""What an exchange gives back: the pool, its tables and its row->slot buffer; planes of groups."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "nth"), [(kind, nth + 1) for kind, count in FREED for nth in range(count)]
+)
+def test_the_new_pool_stands_if_the_old_one_is_not_taken_back(
+    kind: Any, nth: int, data_dir: Any
+) -> None:
+    counting = FaultyDevice(HostDevice(checked=True, allow_foreign=True), [])
+    runner = load(kind, data_dir, counting)
+    fill(runner, data_dir, "attn_mlp_r8", 1)
+    before, done = tokens(runner, 1), counting.calls("free")
+    held = Counter(counting.live_labels())
+    runner.relayout(3, 16)
+    assert counting.calls("free") - done == dict(FREED)[kind]
+    runner.close()
+    fault = Fault("free", done + nth)
+    device = FaultyDevice(HostDevice(checked=True, allow_foreign=True), [fault])
+    runner = load(kind, data_dir, device)
+    fill(runner, data_dir, "attn_mlp_r8", 1)
+    assert tokens(runner, 1) == before
+    runner.relayout(3, 16)
+    assert device.fired and (Counter(device.live_labels()) - held).total() == 1
+    assert (runner.info.max_loras, runner.info.max_lora_rank) == (3, 16)
+    fill(runner, data_dir, "attn_mlp_r8", 2)
+    assert tokens(runner, 2) == before
+    runner.close()
+    assert device.live_labels() == ()
+
+
 @pytest.mark.parametrize("kind", [Runner, TorchRunner])
 def test_too_large_a_pool_is_refused_by_name(kind: Any, data_dir: Any) -> None:
     device = HostDevice(checked=True, allow_foreign=True)
