@@ -5,7 +5,8 @@ through, and the pinned memory, which grows as it is needed and is kept until `c
 block is gathered on the compute stream, which steps that come later may then overwrite it behind,
 and leaves on the copy stream; a restored one comes the same way. Invariants: pinned blocks are
 written and read on the copy stream alone, so one that was given up may be taken again at once;
-device memory in between changes hands by events.
+device memory in between changes hands by events, which are recorded when it is wanted: what a
+copy that failed half way left in a stream is behind whoever has the memory next.
 """
 
 from __future__ import annotations
@@ -66,15 +67,13 @@ class PinnedCopies:
         try:
             for begin in range(0, len(blocks), self._passing):
                 part = blocks[begin : begin + self._passing]
-                device.wait_event(self._copied, self._stream)
-                self._space.join(self._stream)
+                self._pass_to_compute()
                 chosen = self._kv.blocks.index_select(2, self._index(part))
                 self._between[: len(part)].copy_(chosen.movedim(2, 0))
                 self._pass_to_copy()
                 for place, address in enumerate(held[begin : begin + len(part)]):
                     source = self._at + place * self._each
                     device.copy_d2h(address, source, self._each, self._copy)
-                device.record_event(self._copied, self._copy)
         except BaseException:
             self.drop(held)
             raise
@@ -89,9 +88,7 @@ class PinnedCopies:
             for place, (source, _) in enumerate(part):
                 target = self._at + place * self._each
                 device.copy_h2d(target, held[source], self._each, self._copy)
-            device.record_event(self._copied, self._copy)
-            device.wait_event(self._copied, self._stream)
-            self._space.join(self._stream)
+            self._pass_to_compute()
             targets = self._index([block for _, block in part])
             self._kv.blocks.index_copy_(2, targets, self._between[: len(part)].movedim(0, 2))
 
@@ -103,6 +100,12 @@ class PinnedCopies:
         """The copy stream goes on behind the compute stream's work so far."""
         self._device.record_event(self._on_device, self._stream)
         self._device.wait_event(self._on_device, self._copy)
+
+    def _pass_to_compute(self) -> None:
+        """The compute stream goes on behind all copies so far, also those of a call that failed."""
+        self._device.record_event(self._copied, self._copy)
+        self._device.wait_event(self._copied, self._stream)
+        self._space.join(self._stream)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks).to(self._space.torch_device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -123,6 +125,35 @@ def test_a_copy_that_fails_leaves_the_sequence_nowhere_and_the_room_free(data_di
     assert caught.value.code == "injected"
     runner.spill(0, [0, 1])
     runner.restore(0, [(0, 0), (1, 1)])
+    runner.close()
+    assert device.live_labels() == ()
+
+
+@pytest.mark.parametrize("op", ["copy_d2h", "copy_h2d", "record_event", "wait_event"])
+@pytest.mark.parametrize("nth", [1, 2, 3, 17, 18])
+def test_what_a_failed_copy_left_on_its_way_reaches_no_other(data_dir, op, nth):
+    """The copy stream is as late as it may be: pieces queued before the failure run after the next
+    copies were asked for."""
+    counting = FaultyDevice(HostDevice(checked=True, allow_foreign=True), [])
+    runner = load(data_dir, counting)
+    logits(runner, row(0, 0, LONG, BLOCKS))
+    logits(runner, row(1, 0, LONG[::-1], ELSEWHERE))
+    expected = logits(runner, row(1, 360, [5], ELSEWHERE))
+    done = counting.calls(op)
+    runner.close()
+    device = FaultyDevice(HostDevice(checked=True, allow_foreign=True), [Fault(op, done + nth)])
+    runner = load(data_dir, device)
+    logits(runner, row(0, 0, LONG, BLOCKS))
+    logits(runner, row(1, 0, LONG[::-1], ELSEWHERE))
+    assert torch.equal(logits(runner, row(1, 360, [5], ELSEWHERE)), expected)
+    with suppress(DeviceError):
+        runner.spill(0, BLOCKS)
+        runner.restore(0, list(enumerate(BLOCKS)))
+    runner.close_sequence(0)
+    with suppress(DeviceError):
+        runner.spill(1, ELSEWHERE)
+        runner.restore(1, list(enumerate(BLOCKS)))
+        assert torch.equal(logits(runner, row(1, 360, [5], BLOCKS)), expected)
     runner.close()
     assert device.live_labels() == ()
 
