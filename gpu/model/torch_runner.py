@@ -8,7 +8,7 @@ A step whose rows all feed one token is padded to a bucket and replayed from a g
 the first step of a shape runs eagerly, which loads its kernels, the next one is captured. Other
 steps, and steps with a token overlay, run eagerly. Invariants: padding rows have slot -1 and write
 KV nobody reads; a refused capture costs one log line and no step; every step ends with the stream
-done.
+done, and one that failed is waited for by the next.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class TorchRunner:
         self._copies: PinnedCopies | None = None
         self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
+        # What the last step queued may not have run: it failed before it could wait.
+        self._unsettled = False
         self._leftovers = Leftovers()
         self.logits_sink: LogitsSink | None = None
         self.layout = options.layout(config, dtype)
@@ -317,9 +319,14 @@ class TorchRunner:
         sampling = [i for i, row in enumerate(rows) if row.sample]
         seqs = [rows[i].seq for i in sampling]
         with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
+            if self._unsettled:
+                # It reads the arrays that this step fills, and would then run on these rows.
+                self._device.synchronize(self._stream)
+            self._unsettled = True
             n = self._batch.fill(rows)
             unfed = nothing_fed(rows, self._batch)
             if unfed is not None:
+                self._unsettled = False
                 return unfed
             slots = slots_of(self._adapters, rows)
             if self._states is not None:
@@ -334,6 +341,7 @@ class TorchRunner:
                 self._states.save(rows)
             choices = self._sequences.choose(seqs, choose) if seqs else []
             self._device.synchronize(self._stream)
+            self._unsettled = False
         if self._states is not None:
             self._states.done(rows)
         if self.logits_sink is not None and logits is not None:

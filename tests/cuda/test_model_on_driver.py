@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rota.errors import DeviceError
+from rota.gpu.fakecuda.driver import Fault
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
@@ -151,6 +152,30 @@ def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, 
     # One graph with the LoRA kernels in it, one without; each replayed for other adapters since.
     assert here.runner.captured == 2
     assert space.recorded > 2 * 40
+
+
+@pytest.mark.parametrize("launch", [1, 2, 5, 9])
+@pytest.mark.parametrize("fed", [[9, 8, 7], [9]])
+def test_what_a_failed_step_queued_touches_no_other_sequence(on_driver, driver, fed, launch):
+    """It reads the arrays that the next step fills, whose rows have other states and blocks."""
+    here = on_driver("float32", "qwen35")[0]
+    here.commit(0, "gdn_all_r4")
+
+    def step(seq, slot, start, tokens):
+        here.runner.step([RowInput(seq, slot, start, tokens, (seq * 3, seq * 3 + 1), True)])
+        return here.logits
+
+    step(1, -1, 0, (14, 50, 3))
+    expected = step(1, -1, 3, (7,))
+    step(2, -1, 0, (14, 50, 3))
+    driver.faults["cuLaunchKernelEx", driver.calls["cuLaunchKernelEx"] + launch] = Fault(
+        "cuLaunchKernelEx", 0, 1
+    )
+    fired = len(driver.fired)
+    with pytest.raises(DeviceError):
+        step(0, 0, 0, tuple(fed))
+    assert len(driver.fired) == fired + 1
+    assert torch.equal(step(2, -1, 3, (7,)), expected)
 
 
 def test_swaps_between_replays_are_seen_and_nothing_is_captured_again(on_driver, on_host):
