@@ -13,13 +13,16 @@ from typing import Any, Protocol
 
 import anyio
 
-from ..errors import RequestError
+from ..errors import RequestError, StagingError
 from .devices import ANY, parse_devices
 from .frames2 import Times
 from .messages import MAX_ID_BYTES
 from .peer import PeerLimits, WeightPeer
 from .store import StoreLimits
 from .verbs import open_host
+
+MAX_CONNECTIONS = 65536
+MIN_BUDGET_GB, MAX_BUDGET_GB = 0.001, 65536
 
 
 class Console(Protocol):
@@ -88,15 +91,24 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
     """Serve until SIGINT or SIGTERM; the exit code.
 
     Raises:
-        RequestError: a wrong argument.
-        OSError: the port is taken, or the secret cannot be read.
+        RequestError: a wrong argument; ``bad-secret-file``, ``weak-secret``.
+        StagingError: ``cannot-listen``: the port is taken, or the address is nobody's here.
     """
     directories = parse_adapters(args.adapters)
-    secret = None
-    if args.secret_file is not None:
-        secret = args.secret_file.read_bytes().strip()
-        if len(secret) < 16:
-            raise RequestError("a secret has at least 16 bytes", code="weak-secret")
+    for option, value, least, most in (
+        ("port", args.port, 0, 65535),
+        ("connections", args.connections, 1, MAX_CONNECTIONS),
+        ("budget-gb", args.budget_gb, MIN_BUDGET_GB, MAX_BUDGET_GB),
+    ):
+        if not least <= value <= most:
+            raise RequestError(
+                "an option is out of range",
+                code="bad-option",
+                subject=f"--{option}",
+                expected=f"{least}..{most}",
+                found=value,
+            )
+    secret = None if args.secret_file is None else _read_secret(args.secret_file)
     limits = PeerLimits(
         connections=args.connections,
         times=Times(),
@@ -111,8 +123,28 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _read_secret(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise RequestError(
+            "the secret cannot be read",
+            code="bad-secret-file",
+            subject=str(path),
+            found=error.strerror,
+        ) from error
+    if len(secret) < 16:
+        raise RequestError("a secret has at least 16 bytes", code="weak-secret", subject=str(path))
+    return secret
+
+
 async def _serve(peer: WeightPeer, host: str, port: int, console: Console, verbs: bool) -> None:
-    where = peer.listen(host, port)
+    try:
+        where = peer.listen(host, port)
+    except OSError as error:
+        raise StagingError(
+            "cannot listen", code="cannot-listen", subject=f"{host}:{port}", found=error.strerror
+        ) from error
     async with anyio.create_task_group() as group:
         group.start_soon(_stop_on_signal, peer, group.cancel_scope)
         ways = "TCP and RDMA reads" if verbs else "TCP"

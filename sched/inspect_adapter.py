@@ -73,10 +73,10 @@ class _Held:
 
 
 def inspect(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Exit code and report (plain values). Raises ModelError if the model cannot be read."""
+    """Exit code and report (plain values). A model that cannot be read is in the report too."""
     report: dict[str, Any] = {"accepted": False}
-    model = None if args.model is None else load_config(args.model)
     try:
+        model = None if args.model is None else load_config(args.model)
         raw = _source(args.adapter, args.follow_links).read(FileLimits())
         report["digest"] = raw.digest()
         config = parse_config(raw.config)

@@ -135,7 +135,11 @@ def _load(args: argparse.Namespace, adapters: tuple[str, ...]) -> Load:
             )
     if args.rate is not None and not args.rate > 0:
         raise CommandError(
-            "an option has a wrong value", code="bad-option", subject="rate", expected="above 0"
+            "an option has a wrong value",
+            code="bad-option",
+            subject="rate",
+            expected="above 0",
+            found=args.rate,
         )
     return Load(
         adapters=adapters,

@@ -54,13 +54,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--adapters", type=int, default=32, help="names to spread requests over")
     made.add_argument("--alpha", type=float, default=0.5, help="skew of the power law over names")
-    made.add_argument("--base-share", type=float, default=0.1)
-    made.add_argument("--slots", type=int, default=8)
+    made.add_argument("--base-share", type=float, default=0.1, help="share of requests for base")
+    made.add_argument("--slots", type=int, default=8, help="adapters on the device at once")
     made.add_argument("--context", type=int, default=4096, help="tokens of one sequence")
     made.add_argument("--speed", type=float, default=1.0, help="play this many times faster")
     made.add_argument("--limit", type=int, default=0, help="requests at most, 0 = all")
     made.add_argument("--control-rate", type=float, default=0.0, help="commands a second (sim)")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=0, help="of names, commands and draws")
     made.add_argument("--record", type=Path, help="write a rota trace of the run (sim)")
     made.add_argument("--story", type=Path, help="write the run as text")
     made.add_argument("--perfetto", type=Path, help="write the run as a Chrome trace")
@@ -94,6 +94,7 @@ def main_replay(argv: Sequence[str], write: Write) -> int:
     except SystemExit as stop:
         return 2 if stop.code else 0
     try:
+        _check(args)
         kind = args.format or sniff(args.file)
         against = args.against or ("core" if kind == "rota" else "sim")
         if against == "core":
@@ -105,6 +106,30 @@ def main_replay(argv: Sequence[str], write: Write) -> int:
     except RotaError as error:
         write(f"refused: {error}")
         return 2 if error.code == "bad-trace" else 1
+
+
+def _check(args: Any) -> None:
+    """Raises RequestError ``bad-option``: a number no run can have, a file in no directory."""
+    for name, least, most in (
+        *(("adapters", 1, 1 << 20), ("slots", 0, 4096), ("context", 2, 1 << 24)),
+        *(("limit", 0, 1 << 30), ("alpha", 0.0, 100.0), ("base_share", 0.0, 1.0)),
+        *(("control_rate", 0.0, 1e6), ("speed", 1e-6, 1e9)),
+    ):
+        value = getattr(args, name)
+        if not least <= value <= most:
+            raise RequestError(
+                "an option is out of range",
+                code="bad-option",
+                subject="--" + name.replace("_", "-"),
+                expected=f"{least}..{most}",
+                found=value,
+            )
+    for name in ("record", "story", "perfetto"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            raise RequestError(
+                "no such directory to write to", code="bad-option", subject=f"--{name}", found=path
+            )
 
 
 def _against_core(args: Any, write: Write) -> int:

@@ -104,6 +104,15 @@ async def serve(
     sources = Sources(config.peer_secret_file, config.peer_arena_bytes, config.peer_rdma_devices)
     async with AsyncExitStack() as stack:
         stack.callback(sources.close)
+        # What can be refused at once is, before a model is read for it.
+        address = None if config.ipc is None else parse_address(config.ipc)
+        if isinstance(address, TcpAddress) and config.ipc_token is None:
+            raise CommandError(
+                "TCP is served with a token only", code="token-needed", subject=config.ipc
+            )
+        if config.http and config.tls_cert is not None:
+            _check_tls(config)
+        sock = stack.enter_context(listen(config)) if config.http else None
         adapters = sources.all(config.adapters)
         with progress(str(config.model or config.connect), len(adapters), console) as on_load:
             live = await stack.enter_async_context(engine(options, adapters, on_load))
@@ -111,15 +120,14 @@ async def serve(
             await live.register(name, source)
         ready()
         async with anyio.create_task_group() as tasks:
-            if config.ipc is not None:
-                address = parse_address(config.ipc)
+            if address is not None:
                 # Who opens the Unix socket is this user, who may read what this process may.
                 tcp = isinstance(address, TcpAddress)
                 roots = options.http.directories if tcp else None
                 ipc = IpcServer(live, token=config.ipc_token, roots=roots)
                 where = await tasks.start(ipc.serve, address)
                 console.print(f"frontends at {where}")
-            await _http(options, live, console, tasks, task_status)
+            await _http(options, live, sock, console, tasks, task_status)
             tasks.cancel_scope.cancel()
 
 
@@ -134,17 +142,16 @@ class _Server(uvicorn.Server):
 async def _http(
     options: Options,
     engine: Any,
+    sock: socket.socket | None,
     console: Console,
     tasks: anyio.abc.TaskGroup,
     task_status: anyio.abc.TaskStatus[str | None],
 ) -> None:
     config = options.serve
-    if not config.http:
+    if sock is None:
         task_status.started(None)
         await _until_signal(None)
         return
-    if config.tls_cert is not None:
-        _check_tls(config)
     tracer, flush = (None, None) if config.traces is None else open_tracer(config.traces)
     server = _Server(
         uvicorn.Config(
@@ -163,7 +170,6 @@ async def _http(
             limit_concurrency=config.max_connections,
         )
     )
-    sock = listen(config)
     scheme = "http" if config.tls_cert is None else "https"
     url = f"{scheme}://{config.host}:{sock.getsockname()[1]}"
     tasks.start_soon(_until_signal, server)
@@ -173,8 +179,7 @@ async def _http(
     if not options.http.admin_keys:
         console.print("adapter routes are off: no admin key")
     task_status.started(url)
-    with sock:
-        await server.serve(sockets=[sock])
+    await server.serve(sockets=[sock])
     if flush is not None:
         await anyio.to_thread.run_sync(flush)
 
@@ -196,7 +201,10 @@ def _check_tls(config: ServeConfig) -> None:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """The socket to serve on. Raises EngineClosedError ``cannot-listen``."""
+    """The socket to serve on, bound and not listening yet.
+
+    Raises EngineClosedError ``cannot-listen``.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family)
     try:

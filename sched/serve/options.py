@@ -46,7 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     ipc: str | None = None
     ipc_token: str | None = None
-    threads: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     share_port: bool = False
     keep_alive_s: Annotated[int, msgspec.Meta(ge=1)] = 75
     header_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 30.0
@@ -162,9 +162,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 dest=name,
                 default=None,
                 action="append" if repeat else "store",
-                metavar="NAME=SOURCE" if name in _PAIRS else name.removesuffix("s").upper(),
+                metavar="NAME=SOURCE" if name in _PAIRS else _metavar(name),
                 help=HELP[name],
             )
+
+
+def _metavar(name: str) -> str:
+    """What a flag's value is called in its help: the flag's own name, or the unit at its end."""
+    for unit, word in (("_s", "SECONDS"), ("_bytes", "BYTES")):
+        if name.endswith(unit):
+            return word
+    return _FLAGS.get(name, name).removeprefix("--").replace("-", "_").upper()
 
 
 def read_options(args: argparse.Namespace) -> Options:

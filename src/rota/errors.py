@@ -45,8 +45,9 @@ class RotaError(Exception):
         parts = [f"{self._label()} {self.message}"]
         if self.subject is not None:
             parts.append(f"at {self.subject!r}")
-        if self.expected is not None or self.found is not None:
-            parts.append(f"expected {self.expected}, found {self.found}")
+        sides = (("expected", self.expected), ("found", self.found))
+        if told := [f"{word} {value}" for word, value in sides if value is not None]:
+            parts.append(", ".join(told))
         if self.retry_after_s is not None:
             parts.append(f"retry after {self.retry_after_s:.3f} s")
         return "; ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rota.errors import CommandError
 from rota.sched.cli import main
 from rota.sched.demo.show import _newest
 
@@ -47,8 +48,52 @@ def test_the_table_shows_codes_and_shapes_in_full(capsys: Any) -> None:
 
 
 def test_a_refusal_names_its_code_on_stderr(capsys: Any, tmp_path: Path) -> None:
-    assert main(["inspect", str(tmp_path), "--model", str(tmp_path)]) == 1
-    assert "refused [" in capsys.readouterr().err
+    assert main(["peer", str(tmp_path / "absent")]) == 1
+    assert "refused [not-a-directory]" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_read_judges_nobody(capsys: Any, tmp_path: Path) -> None:
+    adapter = str(LLAMA / "adapters" / "attn_mlp_r8")
+    assert main(["inspect", adapter, "--model", str(tmp_path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["code"] == "unreadable-config"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--port", "99999"], "bad-option"),
+        (["--connections", "0"], "bad-option"),
+        (["--budget-gb", "-1"], "bad-option"),
+        (["--budget-gb", "nan"], "bad-option"),
+        (["--secret-file", "absent"], "bad-secret-file"),
+        (["--host", "192.0.2.1", "--no-rdma"], "cannot-listen"),
+    ],
+)
+def test_a_peer_that_cannot_start_says_why(words: list[str], code: str, capsys: Any) -> None:
+    assert main(["peer", str(LLAMA / "adapters" / "attn_mlp_r8"), *words]) == 1
+    assert f"refused [{code}]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speed", "0"],
+        ["--slots", "-3"],
+        ["--limit", "-1"],
+        ["--alpha", "nan"],
+        ["--story", "/no/such/directory/story"],
+    ],
+)
+def test_a_replay_that_cannot_run_says_why(words: list[str], capsys: Any) -> None:
+    trace = ROOT / "tests" / "data" / "traces" / "azure2023_conv_head2000.csv"
+    assert main(["replay", str(trace), *words]) == 1
+    assert "refused: [bad-option]" in capsys.readouterr().out
+
+
+def test_a_message_leaves_out_what_it_has_not() -> None:
+    assert str(CommandError("no", expected=1)) == "[command-refused] no; expected 1"
+    assert str(CommandError("no", found=2)) == "[command-refused] no; found 2"
+    assert str(CommandError("no", expected=1, found=2)).endswith("no; expected 1, found 2")
 
 
 @pytest.mark.parametrize(

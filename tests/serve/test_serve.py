@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -202,11 +203,38 @@ async def test_several_frontends_of_one_engine_share_a_port(tmp_path: Path) -> N
                     body = {"prompt": "abc", "max_tokens": 5}
                     answer = (await http.post(f"{url}/v1/completions", json=body)).json()
                     assert len(answer["choices"][0]["text"]) == 5
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(EngineClosedError) as caught:
             await serve(options("--connect", where, "--port", port), quiet())
-        [refusal] = caught.value.exceptions
-        assert isinstance(refusal, EngineClosedError) and refusal.code == "cannot-listen"
+        assert caught.value.code == "cannot-listen"
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_what_can_be_refused_at_once_is_refused_before_a_model_is_read() -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("the engine was opened")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(EngineClosedError) as held:
+            await serve(options("m", "--port", port), quiet(), engine=never)
+        assert held.value.code == "cannot-listen"
+    with pytest.raises(CommandError) as caught:
+        await serve(options("m", "--ipc", "127.0.0.1:0"), quiet(), engine=never)
+    assert caught.value.code == "token-needed"
+
+
+def test_help_calls_values_by_their_flag_or_unit(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--help")
+    words = capsys.readouterr().out.split()
+    for flag, value in (
+        ("--directory", "DIRECTORY"),
+        ("--keep-alive-s", "SECONDS"),
+        ("--kv-bytes", "BYTES"),
+        ("--max-loras", "MAX_LORAS"),
+    ):
+        assert value in {words[i + 1].rstrip("]") for i, w in enumerate(words) if flag in w}
 
 
 def test_top_shows_leases_waits_and_what_is_coming() -> None:
@@ -310,10 +338,9 @@ async def test_a_wrong_certificate_is_refused_by_name(tmp_path: Path) -> None:
     cert.write_text("not a certificate")
     for path in (cert, missing):
         config = options("m", "--port", "0", "--tls-cert", str(path), "--tls-key", str(path))
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(CommandError) as caught:
             await serve(config, quiet(), engine=simulated)
-        [refusal] = caught.value.exceptions
-        assert isinstance(refusal, CommandError) and refusal.code == "bad-tls"
+        assert caught.value.code == "bad-tls"
     with pytest.raises(CommandError) as refused:
         options("m", "--tls-cert", str(cert))
     assert (refused.value.code, refused.value.subject) == ("bad-option", "tls_key")
