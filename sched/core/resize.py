@@ -25,7 +25,8 @@ from .state import State
 from .tables import SlotState
 
 MAX_SLOTS = 4096
-MAX_RANK = 4096
+MAX_RANK = 1024
+"""As much as `sched.config.EngineConfig` takes at the start."""
 
 
 class ResizeState(enum.Enum):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from rota.sched.config import EngineConfig
 from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
-from rota.sched.core.resize import RESIZE_TABLE, ResizeState
+from rota.sched.core.resize import MAX_RANK, MAX_SLOTS, RESIZE_TABLE, ResizeState
 
 World = Callable[..., Any]
 
@@ -123,6 +125,7 @@ def test_a_preempted_sequence_finishes_before_the_barrier(world: World) -> None:
     [
         (0, 64, "bad-resize"),
         (5000, 64, "bad-resize"),
+        (1, 1025, "bad-resize"),
         (1, 0, "bad-resize"),
         (1, 64, "pinned-do-not-fit"),
         (3, 4, "resident-rank-too-large"),
@@ -233,3 +236,11 @@ def test_its_end_at_any_phase(world: World, when: str, how: str) -> None:
 def test_every_state_but_the_last_two_has_a_way_out() -> None:
     left = {state for state, _ in RESIZE_TABLE}
     assert set(ResizeState) - left == {ResizeState.DONE, ResizeState.REFUSED}
+
+
+def test_a_pool_is_resized_within_what_an_engine_starts_with() -> None:
+    most = {"max_loras": MAX_SLOTS, "max_lora_rank": MAX_RANK}
+    msgspec.convert(most, EngineConfig)
+    for name in most:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(most | {name: most[name] + 1}, EngineConfig)
