@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import StagingError
-from ..gpu.lora.background import digest_pool
+from .background import digest_pool
 from .hashes import Hash
 from .messages import CHUNK_BYTES
 

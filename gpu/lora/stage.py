@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +20,6 @@ import numpy.typing as npt
 from ...errors import StagingError
 from .affine import pack_affine
 from .audit import Audited, audit
-from .background import digest_pool
 from .buffers import blank
 from .config import PeftConfig, parse_config
 from .image import SlotImage
@@ -120,7 +120,7 @@ def stage(
     raw = source.read(limits.files)
     phase_done()
     # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.
-    with digest_pool(1, "rota-digest") as beside:
+    with ThreadPoolExecutor(1, thread_name_prefix="rota-digest") as beside:
         digesting = beside.submit(raw.digest)
         config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
         tensors = parse_shards(raw.shards, limits.files)

@@ -339,17 +339,3 @@ def test_a_source_that_stages_itself_is_asked_for_the_image(kit: Any) -> None:
     assert stage(Ahead(), layout, limits, "rows", clock=int, cancelled=flag) is ready
     expected = {"clock": int, "cancelled": flag, "buffer": None, "held": None}
     assert asked == [((layout, limits, "rows"), expected)]
-
-
-def test_hashing_gives_way() -> None:
-    """On a thread of its own nice value; the process keeps its own."""
-    import os
-    import threading
-
-    from rota.gpu.lora.background import NICER, digest_pool
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with digest_pool(1, "rota-digest") as pool:
-        there = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        assert there.result() == min(before + NICER, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
