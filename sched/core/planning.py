@@ -64,7 +64,7 @@ def _prefill_budget(state: State, decoding: int) -> int:
 
 def _row(state: State, seq: Sequence, end: int) -> Row:
     start, known = seq.computed, seq.tokens
-    tokens = tuple(known[start:end])
+    tokens = (known[start],) if end - start == 1 else tuple(known[start:end])
     blocks = tuple(seq.blocks)
     memory = state.memory
     load, save = memory.copies(seq, end) if memory.recurrent else (-1, -1)
@@ -227,11 +227,13 @@ def _row_done(state: State, step: Step, index: int, row: Row, done: RowDone) -> 
     if not row.sample:
         seq.move(SeqEvent.CHUNK, state.log)
         return
-    seq.move(SeqEvent.SAMPLED, state.log)
+    if seq.state is not SeqState.DECODE:  # where the table leaves it, one row of every step
+        seq.move(SeqEvent.SAMPLED, state.log)
     if seq.followers:
         samples.lead_on(state, seq)
-    position, token = len(seq.tokens) - seq.prompt_len, done.token
-    seq.tokens.append(token)
+    tokens, token = seq.tokens, done.token
+    position = len(tokens) - seq.prompt_len
+    tokens.append(token)
     state.counters.tokens += 1
     state.out.append(Token(seq.id, token, position, seq.adapter_id, step.id, index))
     reason = seq.finish_reason()
