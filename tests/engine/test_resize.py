@@ -63,7 +63,7 @@ async def test_rank_and_slots_grow_and_shrink_while_it_serves(llama: Any) -> Non
 async def test_no_memory_and_no_time_leave_everything_as_it_was(llama: Any) -> None:
     async with rota.Engine(llama.model, {"a": llama.adapter(R8)}, **SMALL) as engine:
         with pytest.raises(DeviceError) as full:
-            await engine.resize(max_loras=4096, max_lora_rank=4096)
+            await engine.resize(max_loras=4096, max_lora_rank=1024)
         assert full.value.code == "pool-too-large"
         running = engine.generate(llama.prompt(R8), "a", greedy(200))
         await running.__anext__()
