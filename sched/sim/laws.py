@@ -163,6 +163,9 @@ class Ledger:
                 self._run_step(effect)
             case fx.Token():
                 self._token(effect)
+            case fx.DropState(seq):
+                # Put back; it may be back in this very step, behind a snapshot of all it had.
+                self.reqs[seq].absent = True
             case fx.Ended(seq, reason, _, failure):
                 req = self.reqs.get(seq)
                 if req is None or req.ended:

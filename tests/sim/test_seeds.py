@@ -36,6 +36,13 @@ def test_every_crowd_keeps_every_law(block: int) -> None:
     assert events > PER_BLOCK * 50, "the crowds have become too quiet to prove anything"
 
 
+@pytest.mark.parametrize("seed", [8014, 9657])
+def test_a_base_sequence_back_in_the_step_that_put_it_back_had_its_turn(seed: int) -> None:
+    """Behind a snapshot of all it had computed: once taken for base being passed over."""
+    failed, _ = run_seeds([seed])
+    assert not failed, report(failed[0])
+
+
 def test_steps_overlap_in_crowds_and_end_unforeseen() -> None:
     ahead = steps = wasted = 0
     for seed in range(10):
