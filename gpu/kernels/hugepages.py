@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 logger = logging.getLogger("rota.gpu.kernels.hugepages")
@@ -20,6 +21,8 @@ logger = logging.getLogger("rota.gpu.kernels.hugepages")
 PAGE: Final = 2 << 20
 NEAR: Final = 1 << 20
 """Blocks with less than this between them are taken as one: a heap lays them side by side."""
+LIMIT_S: Final = 2.0
+"""Seconds a start may take longer for it."""
 _HUGEPAGE, _COLLAPSE = 14, 25
 
 
@@ -43,20 +46,28 @@ def extents(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def settle(blocks: Iterable[tuple[int, int]]) -> int:
+def settle(
+    blocks: Iterable[tuple[int, int]],
+    *,
+    limit_s: float = LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
     """Move what the blocks hold onto huge pages, where it is not yet; returns how many there are.
 
-    Takes a moment for each (the system copies it).
+    The system copies each page, a few milliseconds at worst. What is not done within ``limit_s``
+    seconds of ``clock`` is left to the system's own pace, which has been asked for all of it.
     """
     if sys.platform != "linux":
         return 0
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    moved = asked = 0
-    for first, last in extents(blocks):
-        for page in range(first, last, PAGE):
-            address, size = ctypes.c_void_p(page), ctypes.c_size_t(PAGE)
-            asked += 1
-            if libc.madvise(address, size, _HUGEPAGE) == 0:
-                moved += libc.madvise(address, size, _COLLAPSE) == 0
-    logger.debug("%d of %d huge pages", moved, asked)
+    found = extents(blocks)
+    for first, last in found:
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _HUGEPAGE)
+    pages = [page for first, last in found for page in range(first, last, PAGE)]
+    moved, end = 0, clock() + limit_s
+    for page in pages:
+        if clock() >= end:
+            break
+        moved += libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), _COLLAPSE) == 0
+    logger.debug("%d of %d huge pages", moved, len(pages))
     return moved

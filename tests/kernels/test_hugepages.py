@@ -51,6 +51,16 @@ def test_bytes_stay_and_nothing_but_our_pages_is_asked_for() -> None:
     assert 0 <= moved <= 4
 
 
+def test_a_start_waits_for_it_no_longer_than_the_limit() -> None:
+    pages = mmap.mmap(-1, 6 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held = np.frombuffer(pages, np.uint8)
+    block = (int(held.ctypes.data), held.nbytes)
+    ticks = iter(range(100))
+    assert settle([block], limit_s=3.0, clock=lambda: next(ticks)) <= 2
+    assert next(ticks) == (4 if sys.platform == "linux" else 0)  # one to begin with, then three
+    assert settle([block], limit_s=0.0, clock=lambda: 0.0) == 0
+
+
 def test_memory_that_is_gone_is_no_error() -> None:
     pages = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     held = np.frombuffer(pages, np.uint8)
