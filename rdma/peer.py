@@ -190,11 +190,14 @@ class WeightPeer:
             self._counts["errors"] += 1
             log.exception("a connection broke a rule of the peer itself")
         finally:
-            self._counts["connections_now"] -= 1
             client.close()
-            with anyio.CancelScope(shield=True):
-                # Off the loop: closing may free and unregister much memory.
-                await anyio.to_thread.run_sync(desk.close)
+            try:
+                with anyio.CancelScope(shield=True):
+                    # Off the loop: closing may free and unregister much memory.
+                    await anyio.to_thread.run_sync(desk.close)
+            finally:
+                # Only now: until then its queue pairs and leases are there.
+                self._counts["connections_now"] -= 1
 
 
 class _Connection:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from rota.errors import RequestError, RotaError, StagingError
@@ -15,7 +17,6 @@ from rota.gpu.lora.stage import stage
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
 from rota.rdma.hosts import VerbsClient, VerbsPeer
-from rota.rdma.peer import PeerLimits
 from rota.rdma.pool import PeerPool
 
 from .fabric import MIB, Fabric, FakeDevice
@@ -35,7 +36,7 @@ def disk(kit: Any, folder: Path) -> bytes:
 
 
 def settled(running: Any, **wanted: int) -> None:
-    """Wait (on the peer's loop, by turns) until its counters say so."""
+    """Turn the peer's loop until its counters say so."""
 
     async def wait() -> None:
         with anyio.fail_after(30):
@@ -43,9 +44,23 @@ def settled(running: Any, **wanted: int) -> None:
                 now = running.peer.store.counters() | running.peer.counters()
                 if all(now[name] == value for name, value in wanted.items()):
                     return
-                await anyio.sleep(0.001)
+                await anyio.lowlevel.checkpoint()
 
     running.portal.call(wait)
+
+
+def lose_patience(running: Any) -> None:
+    """The peer's idle clients have been idle for too long, all at once."""
+
+    async def expire() -> None:
+        with anyio.fail_after(30):
+            while running.peer.counters()["connections_now"]:
+                for scope in list(running.peer._waiting):
+                    if scope.deadline < math.inf:  # not the one that accepts
+                        scope.deadline = anyio.current_time()
+                await anyio.lowlevel.checkpoint()
+
+    running.portal.call(expire)
 
 
 @pytest.mark.parametrize("packed", ["always", "auto", "never"])
@@ -112,10 +127,10 @@ def test_a_refusal_leaves_the_pool_without_that_connection(
 def test_a_peer_that_hung_up_meanwhile_costs_nothing(
     kit: Any, serve: Any, folder: Path, pool: PeerPool, disk: bytes
 ) -> None:
-    running = serve({"one": folder}, limits=PeerLimits(times=Times(idle=0.05)))
+    running = serve({"one": folder})
     source = Peer(running.address, "one", secret=kit.secret, pool=pool)
     stage(source, kit.small)
-    settled(running, connections_now=0)  # the peer's patience is over
+    lose_patience(running)
     assert len(pool) == 1
     assert stage(source, kit.small).image.buffer.tobytes() == disk
     assert running.peer.counters()["connections"] == 2
