@@ -14,7 +14,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -170,7 +170,7 @@ class Peer:
             else:
                 least = 0 if self.packed == "always" else ceil(layout.slot_bytes / _PACKED_UP_TO)
                 landing = ImageLanding(carrier, self.adapter, least, want)
-                manifest = stack.enter_context(landing).ask()
+                manifest = stack.enter_context(closing(landing)).ask()
             known = None if want.held is None else want.held(manifest.digest)
             if known is not None and known.image.fingerprint == layout.fingerprint():
                 return known
@@ -282,7 +282,7 @@ class Peer:
         carrier = self._carrier(session)
         shards: list[npt.NDArray[np.uint8]] = []
         total, before = sum(manifest.shards), 0
-        with WholeVerifier(manifest.config) as verifier:
+        with closing(WholeVerifier(manifest.config)) as verifier:
             for index, nbytes in enumerate(manifest.shards):
                 region = manifest.regions[index] if index < len(manifest.regions) else None
                 target = carrier.target(nbytes, region, None)

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import numpy as np
@@ -231,15 +230,8 @@ class ImageLanding:
             self._verifier = ChunkVerifier(target, self._packed.chunks, KNOWN[self._packed.hash])
         return self._verifier
 
-    def __enter__(self) -> ImageLanding:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End what verifies it. Idempotent."""
         if self._verifier is not None:
             self._verifier.close()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import Future
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -97,13 +96,6 @@ class WholeVerifier:
         if found != expected:
             raise _mismatch(expected, found, "adapter")
 
-    def __enter__(self) -> WholeVerifier:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End its thread, whatever it still had to do. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
