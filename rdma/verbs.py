@@ -18,7 +18,10 @@ import logging
 import os
 import secrets
 import threading
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import CapacityError, DeviceError
 from . import messages as m
@@ -27,6 +30,7 @@ from .hosts import VerbsClient, VerbsPeer
 from .region import Region
 
 log = logging.getLogger("rota.rdma.verbs")
+_T = TypeVar("_T")
 PORT: Final = 1
 MAX_DEPTH: Final = 16
 _CHANNEL_LINK: Final = "anon_inode:[infinibandevent]"
@@ -353,15 +357,14 @@ def open_client(arena_bytes: int, devices: Choice = ANY) -> VerbsClient | None:
     """Devices with a registered staging arena for `client.Peer`, or ``None`` where one is missing.
 
     ``None`` comes with one log line that says why; then everything goes by TCP.
+
+    Raises:
+        RequestError: bad-verbs-devices.
     """
-    opened: list[Device] = []
     try:
-        _open_all(devices, opened)
-        client = VerbsClient(opened, arena_bytes)
+        client, opened = _made_of(devices, partial(VerbsClient, arena_bytes=arena_bytes))
     except (DeviceError, CapacityError) as error:
         log.warning("no RDMA here, adapters come by TCP: %s", error)
-        for device in opened:
-            device.close()
         return None
     for device in opened:
         can = "can" if device.takes_device_memory() else "cannot"
@@ -372,18 +375,25 @@ def open_client(arena_bytes: int, devices: Choice = ANY) -> VerbsClient | None:
 
 
 def open_host(devices: Choice = ANY) -> VerbsPeer | None:
-    """Devices for a weight peer, or ``None`` (with one log line) where one is missing."""
-    opened: list[Device] = []
+    """Devices for a weight peer, or ``None`` (with one log line) where one is missing.
+
+    Raises:
+        RequestError: bad-verbs-devices.
+    """
     try:
-        _open_all(devices, opened)
-        return VerbsPeer(opened)
+        return _made_of(devices, VerbsPeer)[0]
     except DeviceError as error:
         log.warning("no RDMA here, adapters go by TCP: %s", error)
-        for device in opened:
-            device.close()
         return None
 
 
-def _open_all(devices: Choice, opened: list[Device]) -> None:
-    for name, gid_index in devices:
-        opened.append(Device(name, gid_index))
+def _made_of(devices: Choice, make: Callable[[list[Device]], _T]) -> tuple[_T, list[Device]]:
+    """What ``make`` makes of the opened devices, and these; after any error all are closed."""
+    with ExitStack() as stack:
+        opened: list[Device] = []
+        for name, gid_index in devices:
+            opened.append(Device(name, gid_index))
+            stack.callback(opened[-1].close)
+        made = make(opened)
+        stack.pop_all()
+    return made, opened

@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from rota.errors import DeviceError, RequestError, RotaError
 from rota.rdma import devices, verbs
 from rota.rdma.peercli import add_peer_parser, parse_adapters, run_peer
+
+from .fabric import MIB, Fabric, FakeDevice
 
 
 @pytest.fixture
@@ -43,6 +46,27 @@ def test_devices_by_list() -> None:
         with pytest.raises(RequestError) as caught:
             devices.parse_devices(wrong)
         assert caught.value.code == "bad-verbs-devices"
+
+
+@pytest.mark.parametrize("make", [lambda all_: verbs.open_client(MIB, all_), verbs.open_host])
+def test_devices_are_closed_when_one_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[devices.Choice], object]
+) -> None:
+    fabric, opened = Fabric(), list[FakeDevice]()
+
+    def device(name: str | None, gid_index: int | None) -> FakeDevice:
+        if name == "absent":
+            raise DeviceError("no such device", code="no-verbs-device")
+        opened.append(FakeDevice(fabric))
+        return opened[-1]
+
+    monkeypatch.setattr(verbs, "Device", device)
+    assert make([("a", None), ("b", 3), ("absent", None)]) is None
+    assert len(opened) == 2 and all(one.closed for one in opened)
+    with pytest.raises(RequestError) as caught:
+        make([(f"d{i}", None) for i in range(9)])
+    assert caught.value.code == "bad-verbs-devices"
+    assert len(opened) == 11 and all(one.closed for one in opened)
 
 
 @pytest.mark.usefixtures("without_pyverbs")
