@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def test_memory_is_registered_with_all_devices_or_none(
     assert cluster.running.peer.store.counters()["unregistered"] > 0
 
 
-def test_a_rail_on_a_device_without_a_key(serve: Any, kit: Any, tmp_path: Path) -> None:
+def test_a_rail_on_a_device_without_a_key() -> None:
     """A peer that says so is refused before anything is read."""
     bench = Bench(0, 2)
     far = [m.Rail(7, 9, bytes(16), 3, 4, device) for device in (0, 1)]
@@ -301,7 +302,7 @@ def test_how_many_devices() -> None:
     fabric = Fabric()
     for count in (0, 9):
         devices = [FakeDevice(fabric) for _ in range(count)]
-        for make in (lambda: VerbsPeer(devices), lambda: VerbsClient(devices, MIB)):  # noqa: B023
+        for make in (VerbsPeer, partial(VerbsClient, arena_bytes=MIB)):
             with pytest.raises(RequestError) as caught:
-                make()
+                make(devices)
             assert caught.value.code == "bad-verbs-devices"
