@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional
 
 from ..kernels.act import silu_mul_reference
-from ..kernels.gate import sigmoid_mul_reference
 from ..kernels.route import route_reference
 from ..tensors import TensorSpace
 from .adapters import ROUTER, SHARED_DOWN, SHARED_GATE, SHARED_GATE_UP
@@ -70,8 +69,7 @@ class TorchMoe:
         step.add(layer, SHARED_GATE, x, gate)
         mlp, groups = weights.shared, (SHARED_GATE_UP, SHARED_DOWN)
         shared = feed_forward(mlp.gate_up, mlp.down, x, step, layer, groups)
-        sigmoid_mul_reference(shared[:, None], gate[..., None])
-        return out + shared
+        return out + shared * torch.sigmoid(gate)
 
     def _routed(self, x: torch.Tensor, step: Step, layer: int, places: Places) -> torch.Tensor:
         """Each place's expert on its token: ``[n * top_k, hidden]``, sorted by expert."""

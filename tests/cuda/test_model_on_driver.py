@@ -130,6 +130,21 @@ def test_hybrid_decode_replays_from_one_graph(on_driver, on_host, family, dtype,
     assert here.runner.captured == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen35", "qwen35_moe"])
+def test_a_decode_step_of_more_rows_is_no_more_operations(on_driver, family):
+    """Each is a launch of its own on a GPU."""
+    here, space, _ = on_driver("float32", family)
+    recorded = []
+    for rows in (1, 4):
+        base, before = (-1,) * rows, space.recorded
+        here.step(base, [0] * rows, [list(prompt) for prompt in PROMPTS[:rows]])
+        for more in range(2):  # eagerly, then captured
+            here.step(base, [len(p) + more for p in PROMPTS[:rows]], [[5]] * rows)
+        recorded.append(space.recorded - before)
+    assert here.runner.captured == 2
+    assert recorded[0] == recorded[1] > 40
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, dtype, bound):
     here, space, _ = on_driver(dtype)
