@@ -17,6 +17,7 @@ from typing import Final
 from ...errors import RejectError
 from .config import PeftConfig
 from .dims import TOKEN_MODULES, LoraModule
+from .experts import named_parameter
 from .keys import Key, PairKey
 from .layout import SlotLayout
 from .safefile import Tensor
@@ -47,7 +48,7 @@ def check_factors(
     for key, tensor in zip(keys, tensors, strict=True):
         if not isinstance(key, PairKey) or key.module not in TOKEN_MODULES:
             continue
-        rank = config.rank(key.module_name)
+        rank = config.rank(named_parameter(key, config) or key.module_name)
         _check_room(tensor.key, rank, layout, code="embedding-lora")
         axis = 1 if key.module is LoraModule.EMBED_TOKENS else 0
         wide = key.half == ("A" if axis else "B") and len(tensor.shape) == 2

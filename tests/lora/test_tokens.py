@@ -123,6 +123,19 @@ def test_without_room_the_bytes_it_needs_are_named(kit: Any) -> None:
     staged_from(kit, wide, layout_of(kit, 3), **one)
 
 
+def test_the_rank_is_that_of_the_parameter_a_config_names(kit: Any) -> None:
+    named = {"target_modules": None, "target_parameters": ["lm_head.weight"]}
+    pattern = {"r": 2, "rank_pattern": {"lm_head.weight": 3}}
+    wide = head_pair(kit, 3)
+    found = refusal(kit, layout_of(kit, 2), wide, **named, **pattern)
+    assert found.code == "embedding-lora" and "at least 3" in str(found.expected)
+    staged = staged_from(kit, wide, layout_of(kit, 3), **named, **pattern)
+    assert staged.image.ranks[-1] == 3
+    narrow = {"r": 8, "rank_pattern": {"lm_head.weight": 2}}
+    staged = staged_from(kit, head_pair(kit), layout_of(kit, 2), **named, **narrow)
+    assert staged.image.ranks[-1] == 2
+
+
 def test_a_larger_vocabulary_is_named(kit: Any) -> None:
     for tensors in (embed_pair(kit, vocab=18), head_pair(kit, vocab=18)):
         found = refusal(kit, layout_of(kit), tensors, target_modules=["embed_tokens", "lm_head"])
