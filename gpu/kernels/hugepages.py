@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from ..host_memory import HUGE_PAGE
+
 logger = logging.getLogger("rota.gpu.kernels.hugepages")
 
-PAGE: Final = 2 << 20
 NEAR: Final = 1 << 20
 """Blocks with less than this between them are taken as one: a heap lays them side by side."""
 LIMIT_S: Final = 2.0
@@ -40,7 +41,7 @@ def extents(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, start + nbytes))
     for start, end in merged:
-        first, last = -(-start // PAGE) * PAGE, end // PAGE * PAGE
+        first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
         if first < last:
             found.append((first, last))
     return found
@@ -63,11 +64,11 @@ def settle(
     found = extents(blocks)
     for first, last in found:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _HUGEPAGE)
-    pages = [page for first, last in found for page in range(first, last, PAGE)]
+    pages = [page for first, last in found for page in range(first, last, HUGE_PAGE)]
     moved, end = 0, clock() + limit_s
     for page in pages:
         if clock() >= end:
             break
-        moved += libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), _COLLAPSE) == 0
+        moved += libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), _COLLAPSE) == 0
     logger.debug("%d of %d huge pages", moved, len(pages))
     return moved

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import mmap
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rota.gpu.host_memory import HUGE_PAGE as PAGE
 from rota.gpu.kernels.host import HostKernels
-from rota.gpu.kernels.hugepages import NEAR, PAGE, extents, settle
-
-ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+from rota.gpu.kernels.hugepages import NEAR, extents, settle
 
 
 @pytest.mark.parametrize(
@@ -46,9 +44,7 @@ def test_bytes_stay_and_nothing_but_our_pages_is_asked_for() -> None:
     before = held.copy()
     moved = settle([(int(held.ctypes.data), held.nbytes)])
     np.testing.assert_array_equal(held, before)
-    if sys.platform != "linux" or "[never]" in ENABLED.read_text():
-        pytest.skip(f"this machine has no huge pages ({moved} moved)")
-    assert 0 <= moved <= 4
+    assert 0 <= moved <= 4  # none where the system has no huge pages
 
 
 def test_a_start_waits_for_it_no_longer_than_the_limit() -> None:
