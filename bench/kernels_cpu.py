@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,8 @@ def run_cell(kernels: HostKernels, cell: Cell, walk: torch.Tensor) -> tuple[floa
     at = (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0))
     rows = (row_slots.data_ptr(), cell.batch)
     groups = [layer.group(kernels, k_in, rank, n_slots) for layer in layers]
-    ours = median_us([lambda g=g: g.apply(*at, *rows) for g in groups], walk)  # type: ignore[misc]
-    theirs = median_us(
-        [lambda layer=layer: per_slot(layer, x, out, where) for layer in layers],  # type: ignore[misc]
-        walk,
-    )
+    ours = median_us([partial(group.apply, *at, *rows) for group in groups], walk)
+    theirs = median_us([partial(per_slot, layer, x, out, where) for layer in layers], walk)
     return ours, theirs
 
 

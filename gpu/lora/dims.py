@@ -52,7 +52,7 @@ class LoraModule(IntEnum):
             return "self_attn"
         if self in _DELTA_NET:
             return "linear_attn"
-        if self in _EXPERTS:
+        if self in EXPERT_MODULES:
             return "mlp.experts"
         if self in TOKEN_MODULES:
             return ""
@@ -63,7 +63,7 @@ class LoraModule(IntEnum):
         """Name of the module in a checkpoint, e.g. ``"q_proj"``; shared by some modules."""
         if self is LoraModule.ROUTER:
             return "gate"
-        if self in _EXPERTS:
+        if self in EXPERT_MODULES:
             return self.label.removeprefix("expert_")
         return self.label.removeprefix("shared_") if self in _SHARED else self.label
 
@@ -82,9 +82,8 @@ _DENSE = frozenset((_M.GATE_PROJ, _M.UP_PROJ, _M.DOWN_PROJ))
 _DELTA_NET = frozenset(
     (_M.OUT_PROJ, _M.IN_PROJ_QKV, _M.IN_PROJ_Z, _M.IN_PROJ_B, _M.IN_PROJ_A),
 )
-_EXPERTS = frozenset((_M.EXPERT_GATE_PROJ, _M.EXPERT_UP_PROJ, _M.EXPERT_DOWN_PROJ))
+EXPERT_MODULES = frozenset((_M.EXPERT_GATE_PROJ, _M.EXPERT_UP_PROJ, _M.EXPERT_DOWN_PROJ))
 _SHARED = frozenset((_M.SHARED_GATE_PROJ, _M.SHARED_UP_PROJ, _M.SHARED_DOWN_PROJ))
-EXPERT_MODULES = _EXPERTS
 TOKEN_MODULES = (_M.EMBED_TOKENS, _M.LM_HEAD)
 """The matrices over the vocabulary: of no layer, in walk order. A pair of EMBED_TOKENS is one of
 the transposed embedding, ``[hidden, vocab]`` (as PEFT's lora_embedding_A and _B are shaped)."""
@@ -187,13 +186,13 @@ class ModelDims:
             return False
         if module in _ATTENTION or module in _DELTA_NET:
             return (layer in self._linear) == (module in _DELTA_NET)
-        if module in _EXPERTS:
+        if module in EXPERT_MODULES:
             return self.expert_adapters
         return (self.experts == 0) == (module in _DENSE)
 
     def places(self, module: LoraModule) -> int:
         """How many pairs one layer has of ``module``: one, or one an expert."""
-        return self.experts if module in _EXPERTS else 1
+        return self.experts if module in EXPERT_MODULES else 1
 
     @cached_property
     def modules(self) -> tuple[LoraModule, ...]:

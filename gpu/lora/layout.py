@@ -236,8 +236,7 @@ class SlotLayout:
         """Bytes of one slot, a multiple of 16."""
         if self.overlay is None:
             return self._affine_end
-        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, ALIGN)
-        return self.overlay.head_rows + rows
+        return self.overlay.embed_ids + self.overlay_bytes(self.overlay_rows)
 
     def pair_views(
         self, slot: npt.NDArray[np.uint8], pair: int
