@@ -1,7 +1,8 @@
 """The pool: one device allocation that holds every slot, and the tables kernels read.
 
 What it owns: the slots' memory, the pair tables, the overlay counts and the row->slot buffer, all
-at addresses that never change while the pool is open. Called by the device thread only.
+at addresses that never change while the pool is open. Called by the device thread only, but for
+`land`.
 
 Invariants: a table cell is 0 exactly where the slot's adapter has no such pair; committing an image
 rewrites all cells of that slot's column, so nothing of the previous adapter remains; other columns
@@ -220,10 +221,12 @@ class LoraPool:
                 found=image.fingerprint,
             )
         kept = [image] if self._adopt and not image.lent else []
-        base = image.address if kept else self.address + slot * self.layout.slot_bytes
-        landed = self._landing is not None and self._landing.copy_to(base, image, stream)
-        if not kept and not landed:
-            self.device.copy_h2d(base, image.address, image.nbytes, stream)
+        if kept:
+            base = image.address
+        else:
+            base = self.address + slot * self.layout.slot_bytes
+            if self._landing is None or not self._landing.copy_to(base, image, stream):
+                self.device.copy_h2d(base, image.address, image.nbytes, stream)
         present = np.array(image.present, bool)
         self._a[:, slot] = np.where(present, self._a_offsets + np.uint64(base), np.uint64(0))
         self._b[:, slot] = np.where(present, self._b_offsets + np.uint64(base), np.uint64(0))

@@ -171,7 +171,7 @@ def test_a_callers_buffer(kit: Any, serve: Any, folder: Path) -> None:
     for packed in ("always", "never"):
         buffer = bytearray(b"\xa5" * kit.small.slot_bytes)
         source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
-        stage(source, kit.small, buffer=buffer)
+        assert stage(source, kit.small, buffer=buffer).image.lent
         assert bytes(buffer) == disk
 
 

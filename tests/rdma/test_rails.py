@@ -238,6 +238,15 @@ def test_an_image_keeps_its_memory(verbs: Any) -> None:
     assert verbs.client._arena.largest == free
 
 
+def test_what_lies_in_the_arena_is_lent_and_memory_of_its_own_is_not(verbs: Any) -> None:
+    """A pool may serve from an image for as long as it likes only where nobody wants it back."""
+    assert verbs(packed="always").image.lent
+    assert not verbs(packed="never").image.lent
+    kept = [verbs.client.allocate(31 * MIB)]
+    assert not verbs(packed="always").image.lent  # by TCP
+    del kept[:]
+
+
 # -- several devices on each side
 
 
