@@ -23,6 +23,8 @@ from .verbs import open_host
 
 MAX_CONNECTIONS = 65536
 MIN_BUDGET_GB, MAX_BUDGET_GB = 0.001, 65536
+MIN_SECRET, MAX_SECRET = 16, 4096
+"""Bytes; engines take no other (`rota serve --peer-secret-file`)."""
 
 
 class Console(Protocol):
@@ -125,7 +127,8 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
 
 def _read_secret(path: Path) -> bytes:
     try:
-        secret = path.read_bytes().strip()
+        with path.open("rb") as file:
+            secret = file.read(MAX_SECRET + 1).strip()
     except OSError as error:
         raise RequestError(
             "the secret cannot be read",
@@ -133,7 +136,11 @@ def _read_secret(path: Path) -> bytes:
             subject=str(path),
             found=error.strerror,
         ) from error
-    if len(secret) < 16:
+    if len(secret) > MAX_SECRET:
+        raise RequestError(
+            "a secret has at most 4096 bytes", code="bad-secret-file", subject=str(path)
+        )
+    if len(secret) < MIN_SECRET:
         raise RequestError("a secret has at least 16 bytes", code="weak-secret", subject=str(path))
     return secret
 

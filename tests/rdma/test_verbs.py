@@ -102,11 +102,15 @@ def test_adapters_of_the_command_line(tmp_path: Path) -> None:
         assert caught.value.code == code
 
 
-def test_the_command_refuses_a_weak_secret(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("short\n", "weak-secret"), (15 * "s", "weak-secret"), (4097 * "s", "bad-secret-file")],
+)
+def test_the_command_refuses_a_wrong_secret(tmp_path: Path, text: str, code: str) -> None:
     parser = argparse.ArgumentParser()
     add_peer_parser(parser.add_subparsers(dest="command"))
     secret = tmp_path / "secret"
-    secret.write_text("short\n")
+    secret.write_text(text)
     args = parser.parse_args(["peer", str(tmp_path), "--secret-file", str(secret)])
 
     class Console:
@@ -115,7 +119,7 @@ def test_the_command_refuses_a_weak_secret(tmp_path: Path) -> None:
 
     with pytest.raises(RotaError) as caught:
         run_peer(args, Console())
-    assert caught.value.code == "weak-secret"
+    assert caught.value.code == code
 
 
 def test_the_command_serves_and_stops(kit: Any, tmp_path: Path) -> None:
