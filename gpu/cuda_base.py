@@ -21,6 +21,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -320,17 +321,11 @@ class CudaBase:
             for lane in self._lanes.values():
                 if self._dead is None:
                     attempt(
-                        lambda lane=lane: self._raw(  # type: ignore[misc]
-                            "cuStreamSynchronize", lane.handle, subject=lane.label
-                        )
+                        partial(self._raw, "cuStreamSynchronize", lane.handle, subject=lane.label)
                     )
             for call, handle, label in self._give_backs():
                 if self._dead is None:
-                    attempt(
-                        lambda call=call, handle=handle, label=label: self._raw(  # type: ignore[misc]
-                            call, handle, subject=label
-                        )
-                    )
+                    attempt(partial(self._raw, call, handle, subject=label))
             for table in (self._lanes, self._events, self._graphs, self._execs, self._modules):
                 table.clear()
             for block in self._heap.blocks():
