@@ -8,6 +8,7 @@ delta of a row's adapter is added to the raw output of its linear.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,7 +81,7 @@ class Step:
             self.deltas.add_experts(layer, half, x, out, places)
 
 
-class TorchModel:
+class TorchModel(ABC):
     """The two ends of one model on one tensor space; families add `layers`.
 
     Args:
@@ -115,6 +116,7 @@ class TorchModel:
         """``[n, hidden]`` of int64 ``[n]``, newly made."""
         return self._embed.index_select(0, tokens)
 
+    @abstractmethod
     def layers(self, h: torch.Tensor, step: Step) -> torch.Tensor:
         """Run every layer, writing the KV and states of all tokens.
 
@@ -124,7 +126,6 @@ class TorchModel:
         Returns:
             The final residual stream ``[n, hidden]``.
         """
-        raise NotImplementedError
 
     def states(self, h: torch.Tensor) -> torch.Tensor:
         """The final norm: what lm_head is given. ``[m, hidden]`` to the same, newly made."""
