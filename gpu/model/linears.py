@@ -88,7 +88,10 @@ class BaseLinears:
         order = self._grouped.get(module)
         if order is not None:
             fused = next(leaf for (_, leaf), parts in FUSED.items() if module in parts)
-            return self.whole(f"model.layers.{layer}.linear_attn.{fused}.weight")[order[start:stop]]
+            name = f"model.layers.{layer}.linear_attn.{fused}.weight"
+            wanted = order[start:stop]
+            runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+            return np.concatenate([self._read(name, int(r[0]), int(r[-1]) + 1) for r in runs])
         return self._read(_name(layer, module) + ".weight", start, stop)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from rota.errors import StagingError
 from rota.gpu.kernels.affine import AffineGroup
 from rota.gpu.lora.dims import LoraModule
+from rota.gpu.lora.fused import grouped_rows
 from rota.gpu.model.config import load_config
 from rota.gpu.model.linears import BaseLinears
 
@@ -76,6 +78,26 @@ def test_base_weights_are_read_as_served(data_dir, tmp_path):
     with pytest.raises(StagingError) as caught:
         linears.rows(1, LoraModule.UP_PROJ, 0, 1)
     assert caught.value.code == "base-weights-unreadable"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (LoraModule.IN_PROJ_QKV, "in_proj_qkvz"),
+        (LoraModule.IN_PROJ_Z, "in_proj_qkvz"),
+        (LoraModule.IN_PROJ_B, "in_proj_ba"),
+        (LoraModule.IN_PROJ_A, "in_proj_ba"),
+    ],
+)
+def test_rows_of_fused_inputs_are_taken_apart_wherever_they_are_cut(data_dir, module, name):
+    folder = data_dir / "oracle" / "qwen3_next" / "base"
+    dims = load_config(folder).to_lora_dims()
+    linears, order = BaseLinears(folder, torch.float32, dims), grouped_rows(dims)[module]
+    whole = linears.whole(f"model.layers.0.linear_attn.{name}.weight")[order]
+    for cut in range(1, len(order)):
+        parts = [linears.rows(0, module, *part) for part in ((0, cut), (cut, len(order)))]
+        assert (np.concatenate(parts) == whole).all()
+    linears.close()
 
 
 def test_a_checkpoint_cut_short_while_it_serves_is_a_refusal(data_dir, tmp_path):
