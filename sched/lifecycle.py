@@ -19,7 +19,7 @@ import anyio.abc
 import anyio.to_thread
 
 from ..errors import DeviceError, ModelError
-from ..gpu.device import Device, open_device
+from ..gpu.device import open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
@@ -175,7 +175,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
     device = open_device(config.device)
     try:
         if not device.host_addressable:
-            return _load_on_accelerator(config, model_dir, device)
+            return TorchRunner.load(model_dir, device, _options(config))
     except (ModelError, DeviceError) as error:
         device.close()
         if config.device != "auto" or error.code != _HOST_INSTEAD:
@@ -193,20 +193,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
 
 
 _HOST_INSTEAD: Final = "option-not-on-device"
-"""What only the host serves; with device "auto" it does."""
-
-
-def _load_on_accelerator(config: EngineConfig, model_dir: Path, device: Device) -> TorchRunner:
-    for option in ("max_embedding_rank",):
-        if getattr(config, option):
-            raise DeviceError(
-                "adapters of this kind are not served on an accelerator yet",
-                code="option-not-on-device",
-                subject=option,
-                expected='device="cpu", or the option left out',
-                found=str(getattr(config, option)),
-            )
-    return TorchRunner.load(model_dir, device, _options(config))
+"""The code of what only the host serves; with device "auto" it does."""
 
 
 def _options(config: EngineConfig) -> RunnerOptions:

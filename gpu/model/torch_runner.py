@@ -183,10 +183,18 @@ class TorchRunner:
 
         Raises:
             ModelError: the checkpoint's fault.
-            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
-                cuda-unavailable, and others.
+            DeviceError: option-not-on-device, bad-argument, pool-too-large, kv-too-small,
+                out-of-memory, cuda-unavailable, and others.
         """
         options = RunnerOptions() if options is None else options
+        if options.max_embedding_rank:
+            raise DeviceError(
+                "adapters of this kind are not served on an accelerator yet",
+                code="option-not-on-device",
+                subject="max_embedding_rank",
+                expected='device="cpu", or the option left out',
+                found=str(options.max_embedding_rank),
+            )
         path = Path(model_dir)
         config = load_config(path)
         chosen = open_space(device) if space is None else space

@@ -241,7 +241,10 @@ def test_close_gives_everything_back_once(data_dir):
 def test_a_fault_in_any_device_call_of_a_load_leaves_nothing(data_dir):
     counting = FaultyDevice(HostDevice(checked=True, allow_foreign=True), [])
     runner = load(data_dir, counting)
-    ops = ("create_stream", "alloc", "pinned_alloc", "memset", "copy_h2d", "launch", "synchronize")
+    ops = (
+        "create_stream", "create_event", "alloc", "pinned_alloc", "memset", "copy_h2d", "launch",
+        "synchronize",
+    )  # fmt: skip
     calls = {op: counting.calls(op) for op in ops}
     runner.close()
     assert all(calls.values())
@@ -255,6 +258,17 @@ def test_a_fault_in_any_device_call_of_a_load_leaves_nothing(data_dir):
             assert caught.value.code == "injected"
             assert device.live_labels() == ()
             device.close()
+
+
+def test_what_only_the_host_serves_is_refused_by_name(data_dir):
+    device = HostDevice(checked=True, allow_foreign=True)
+    with pytest.raises(DeviceError) as caught:
+        load(data_dir, device, max_embedding_rank=8)
+    assert (caught.value.code, caught.value.subject) == (
+        "option-not-on-device",
+        "max_embedding_rank",
+    )
+    device.close()
 
 
 def test_lora_off_and_a_rank_without_kernels(data_dir):
