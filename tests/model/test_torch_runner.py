@@ -32,6 +32,34 @@ CASES = [
     ("qwen3", "tokens_tied"),
     ("qwen3", "mts_embed_tied"),
 ]
+HYBRID_CASES = [
+    ("qwen35", "base"),
+    ("qwen35", "gdn_all_r4"),
+    ("qwen35", "layers_subset"),
+    ("qwen35", "tokens"),
+    ("qwen35", "mts_embed_head"),
+    ("qwen35", "patterns"),
+    ("qwen35", "dora"),
+    ("qwen35", "lora_bias"),
+    ("qwen35", "all_linear"),
+    ("qwen35", "r64"),
+    ("qwen35_moe", "base"),
+    ("qwen35_moe", "all_linear"),
+    ("qwen35_moe", "experts_down_only"),
+    ("qwen35_moe", "router"),
+    ("qwen35_moe", "experts_router_attn"),
+    ("qwen35_vl", "tokens_tied"),
+]
+CUT_CASES = {
+    "llama": ("attn_mlp_r8", "rslora_r16_bf16"),
+    "qwen35": ("gdn_all_r4", "rslora_r16_bf16"),
+    "qwen35_moe": ("experts_router_attn", "all_linear"),
+}
+CUTS = [
+    *[("llama", cuts) for cuts in ([22], [1] * 22, [16, 6], [17, 1, 4], [3, 18, 1])],
+    *[("qwen35", cuts) for cuts in ([22], [16, 6], [17, 1, 4])],
+    *[("qwen35_moe", cuts) for cuts in ([22], [3, 18, 1])],
+]
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
 FP32 = 1e-4
 BF16_RMS = 0.07
@@ -48,9 +76,10 @@ def close(found, expected):
     return float((found - expected).abs().max()) < FP32 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
+@pytest.mark.parametrize(("family", "case"), CASES + HYBRID_CASES)
 def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, case):
-    bench, ref = open_bench(family, math="torch"), reference(family)
+    room = {"max_lora_rank": 64} if case == "r64" else {}
+    bench, ref = open_bench(family, math="torch", **room), reference(family)
     slot, facts = place(bench, case), ref["cases"][case]
     expected = ref["tensors"][f"{case}.logits.f32"]
     ids = facts["ids"]
@@ -72,7 +101,7 @@ def test_bf16_agrees_with_transformers_and_peft(open_bench, reference, family, c
     assert float(error) < BF16_RMS
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen35", "qwen35_moe"])
 def test_mixed_batches_agree_with_each_row_alone_in_peft(open_bench, reference, family):
     bench, ref = open_bench(family, math="torch"), reference(family)
     mixed = ref["mixed"]
@@ -87,14 +116,14 @@ def test_mixed_batches_agree_with_each_row_alone_in_peft(open_bench, reference, 
     assert tokens == mixed["greedy_alone_f32"]
 
 
-@pytest.mark.parametrize("cuts", [[22], [1] * 22, [16, 6], [17, 1, 4], [3, 18, 1]])
-def test_any_cut_of_a_prompt_beside_anything_agrees_with_the_host(open_bench, cuts):
+@pytest.mark.parametrize(("family", "cuts"), CUTS)
+def test_any_cut_of_a_prompt_beside_anything_agrees_with_the_host(open_bench, family, cuts):
     """Chunks of GEMM size, of kernel size, and single tokens, with decode rows beside them."""
-    benches = [open_bench("llama"), open_bench("llama", math="torch")]
+    benches = [open_bench(family), open_bench(family, math="torch")]
     found = []
     for bench in benches:
-        place(bench, "attn_mlp_r8", 0)
-        place(bench, "rslora_r16_bf16", 2)
+        for slot, case in zip((0, 2), CUT_CASES[family], strict=True):
+            place(bench, case, slot)
         at, logits = 0, None
         for step, size in enumerate(cuts):
             others = [(1, 2, step, [5 + step]), (2, -1, step, [9 + step])]
