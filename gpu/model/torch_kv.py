@@ -68,8 +68,8 @@ class TorchKv:
 
     def close(self) -> None:
         """Drop the tensors and free the memory, once. End the work that uses it first."""
-        self.keys, self.values = [], []
-        del self.blocks
         address, self._address = self._address, None
         if address is not None:
+            self.keys, self.values = [], []
+            del self.blocks
             self._device.free(address)
