@@ -129,7 +129,7 @@ class MixedRows:
         Args:
             held: the place of each row's state.
         """
-        chunks = tuple((c.begin, c.end, int(held[c.row])) for c in self._rows.chunks)
+        chunks = tuple((c.begin, c.end, held[c.row]) for c in self._rows.chunks)
         if not self._rows.singles:
             return StateStep(None, None, chunks)
         places = self._arrays.places.index_select(0, self._chosen)

@@ -154,7 +154,7 @@ class StepRunner:
             overlaid = self._adapters.token_matrices.overlays(slots)
         bucket = bucket_of(n) if n == len(rows) and not overlaid else None
         if bucket is None or bucket > self._rows:
-            return self._mixed(rows, n, overlaid, sampling)
+            return self._mixed(rows, n, slots, overlaid, sampling)
         self._send([1] * n, self._batch.slots, [], padded=bucket)
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         case: Case = "none"
@@ -267,6 +267,7 @@ class StepRunner:
         self,
         rows: Sequence[RowLike],
         n: int,
+        slots: frozenset[int],
         overlaid: frozenset[int],
         sampling: list[int],
     ) -> tuple[torch.Tensor | None, list[int]]:
@@ -278,7 +279,7 @@ class StepRunner:
         chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
         plan, experts = None, NOWHERE
         if self._adapters is not None:
-            experts = self._adapters.expert_halves(frozenset(row.slot for row in rows))
+            experts = self._adapters.expert_halves(slots)
             in_chunks = {chunk.begin for chunk in chunks}
             starts = [last + 1 - k for last, k in zip(self._batch.last, lengths, strict=True)]
             others = (row.slot for row, at in zip(rows, starts, strict=True) if at not in in_chunks)
