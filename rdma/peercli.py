@@ -18,13 +18,12 @@ from .devices import ANY, parse_devices
 from .frames2 import Times
 from .messages import MAX_ID_BYTES
 from .peer import PeerLimits, WeightPeer
+from .secret_file import read_secret
 from .store import StoreLimits
 from .verbs import open_host
 
 MAX_CONNECTIONS = 65536
 MIN_BUDGET_GB, MAX_BUDGET_GB = 0.001, 65536
-MIN_SECRET, MAX_SECRET = 16, 4096
-"""Bytes; engines take no other (`rota serve --peer-secret-file`)."""
 
 
 class Console(Protocol):
@@ -110,7 +109,7 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
                 expected=f"{least}..{most}",
                 found=value,
             )
-    secret = None if args.secret_file is None else _read_secret(args.secret_file)
+    secret = None if args.secret_file is None else read_secret(args.secret_file)
     limits = PeerLimits(
         connections=args.connections,
         times=Times(),
@@ -123,26 +122,6 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
     )
     anyio.run(_serve, peer, args.host, args.port, console, verbs is not None)
     return 0
-
-
-def _read_secret(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            secret = file.read(MAX_SECRET + 1).strip()
-    except OSError as error:
-        raise RequestError(
-            "the secret cannot be read",
-            code="bad-secret-file",
-            subject=str(path),
-            found=error.strerror,
-        ) from error
-    if len(secret) > MAX_SECRET:
-        raise RequestError(
-            "a secret has at most 4096 bytes", code="bad-secret-file", subject=str(path)
-        )
-    if len(secret) < MIN_SECRET:
-        raise RequestError("a secret has at least 16 bytes", code="weak-secret", subject=str(path))
-    return secret
 
 
 async def _serve(peer: WeightPeer, host: str, port: int, console: Console, verbs: bool) -> None:

@@ -11,17 +11,17 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import CommandError, RotaError
+from ...errors import RotaError
 from ...rdma.address import SCHEME, parse_peer_url
 from ...rdma.client import Peer
 from ...rdma.devices import ANY, parse_devices
 from ...rdma.hosts import VerbsClient
 from ...rdma.pool import PeerPool
+from ...rdma.secret_file import read_secret
 from ...rdma.verbs import open_client
 from ..face import Source
 
 _log = logging.getLogger("rota.sched.serve.sources")
-_MIN_SECRET, _MAX_SECRET = 16, 4096
 
 
 class Sources:
@@ -34,15 +34,14 @@ class Sources:
         devices: verbs devices, see :func:`~rota.rdma.devices.parse_devices`.
 
     Raises:
-        CommandError: ``bad-secret-file``.
-        RequestError: ``bad-verbs-devices``.
+        RequestError: ``bad-secret-file``, ``weak-secret``, ``bad-verbs-devices``.
     """
 
     def __init__(
         self, secret_file: str | None = None, arena_bytes: int = 0, devices: str | None = None
     ) -> None:
         choice = ANY if devices is None else parse_devices(devices)
-        self._secret = None if secret_file is None else _secret(Path(secret_file))
+        self._secret = None if secret_file is None else read_secret(Path(secret_file))
         self._transport: VerbsClient | None = (
             open_client(arena_bytes, choice) if arena_bytes else None
         )
@@ -71,24 +70,3 @@ class Sources:
             transport.close()
         except RotaError as error:  # an abandoned stage may still hold a block
             _log.error("the verbs device stays open: %s", error)
-
-
-def _secret(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            secret = file.read(_MAX_SECRET + 1).strip()
-    except OSError as error:
-        raise CommandError(
-            "the secret for peers cannot be read",
-            code="bad-secret-file",
-            subject=str(path),
-            found=error.strerror,
-        ) from error
-    if not _MIN_SECRET <= len(secret) <= _MAX_SECRET:
-        raise CommandError(
-            "a secret for peers has 16 to 4096 bytes",
-            code="bad-secret-file",
-            subject=str(path),
-            found=f"{len(secret)} bytes",
-        )
-    return secret
