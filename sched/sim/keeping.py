@@ -5,17 +5,14 @@ What a state has seen, the simulated device knows; here is who may name which sn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
-
-Need = Callable[[bool, str, str], None]
+from .copies import Need
 
 
 class Keeping:
-    """Which snapshots finished steps have written; ``need(truth, law, what)`` reports."""
+    """Which snapshots rows that did not fail have written; ``need(truth, law, what)`` reports."""
 
     def __init__(self, config: CoreConfig, need: Need) -> None:
         self._total = config.snapshots if config.recurrent else 0
@@ -44,9 +41,9 @@ class Keeping:
 
     def event(self, event: ev.Event) -> None:
         match event:
-            case ev.StepDone(step):
-                for row in self._flying.pop(step).rows:
-                    if row.save >= 0:
+            case ev.StepDone(step, results):
+                for row, result in zip(self._flying.pop(step).rows, results, strict=True):
+                    if row.save >= 0 and result.failure is None:
                         self._kept[row.save] = (row.adapter_id, row.start + len(row.tokens))
             case ev.StepFailed(step):
                 del self._flying[step]
