@@ -53,7 +53,7 @@ def crowd_of(seed: int) -> Scenario:
         drain_after_s=rng.choice([0.0, 0.2]),
         log_size=100_000,
         recurrent=seed % 5 == 4,
-        snapshots=seed % 3 * 4,
+        snapshots=seed // 3 % 3 * 4,
         snapshot_tokens=(4, 8)[seed % 2],
         step_depth=2,
     )
