@@ -123,7 +123,7 @@ def runs_before_it_is_restored(patch: Patch) -> None:
 
     def restore(state: State, seq: Any, found: Any) -> None:
         real(state, seq, found)
-        seq.state, seq.in_flight = SeqState.PREFILL, False
+        seq.state, seq.in_flight = SeqState.PREFILL, 0
         seq.computed = seq.host_tokens
 
     patch.setattr(spill, "restore", restore)
