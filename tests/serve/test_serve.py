@@ -224,6 +224,32 @@ async def test_what_can_be_refused_at_once_is_refused_before_a_model_is_read() -
     assert caught.value.code == "token-needed"
 
 
+@pytest.mark.anyio
+async def test_who_serves_is_told_between_opening_and_serving(tmp_path: Path) -> None:
+    """When the heap is settled: after the weights are there, before anybody waits for an answer."""
+    order: list[str] = []
+    where = tmp_path / "rota.sock"
+
+    class Opened(SimEngine):
+        async def __aenter__(self) -> Any:
+            entered = await super().__aenter__()
+            order.append("opened")
+            return entered
+
+    config = options("m", "--http", "false", "--ipc", f"unix:{where}")
+    run = partial(
+        serve,
+        config,
+        quiet(),
+        engine=lambda *_: Opened(),
+        ready=lambda: order.append("served" if where.exists() else "ready"),
+    )
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(run)
+        assert order == ["opened", "ready"] and await anyio.Path(where).exists()
+        tasks.cancel_scope.cancel()
+
+
 def test_help_calls_values_by_their_flag_or_unit(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--help")

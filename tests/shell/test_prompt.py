@@ -1,7 +1,9 @@
-"""The interpreter's switch interval is short for as long as something is staged, no longer."""
+"""A prompt interpreter: its switch interval is short while something is staged, no longer; its
+settled heap is in no collection."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from rota.errors import StagingError
-from rota.sched.prompt import SWITCH_S, prompt_switching
+from rota.sched.prompt import SWITCH_S, prompt_switching, settle_heap
 from rota.sched.staging import Stager
 
 USUAL = 0.005
@@ -46,6 +48,17 @@ def test_two_that_overlap_leave_nothing_behind() -> None:
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert now() == USUAL
+
+
+def test_a_settled_heap_is_left_out_of_collections() -> None:
+    alive = [[number] for number in range(1000)]
+    before = gc.get_freeze_count()
+    try:
+        settle_heap()
+        assert gc.get_freeze_count() > before + len(alive)
+        assert not any(thing is alive for thing in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.anyio
