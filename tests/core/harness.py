@@ -238,6 +238,14 @@ class World:
         """Prompt and output of a sequence so far."""
         return [*self.prompts[seq], *self.output(seq)]
 
+    def step(self) -> tuple[fx.Row, ...]:
+        """Plan and run one step, and all else the device has to do; the step's rows."""
+        self.send(ev.Plan())
+        rows = next((e.rows for e in self.device if isinstance(e, fx.RunStep)), ())
+        while self.device:
+            self.run_device()
+        return rows
+
     def run_stage(self, stage: int | None = None, *, fail: str | None = None) -> bool:
         if not self.staging:
             return False

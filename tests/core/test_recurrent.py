@@ -19,15 +19,6 @@ World = Callable[..., Any]
 MODEL: dict[str, Any] = {"recurrent": True, "snapshots": 4, "snapshot_tokens": 64}
 
 
-def step(w: Any) -> tuple[fx.Row, ...]:
-    """Plan and run one step; its rows."""
-    w.send(ev.Plan())
-    rows = next((e.rows for e in w.device if isinstance(e, fx.RunStep)), ())
-    while w.device:
-        w.run_device()
-    return rows
-
-
 def ask(w: Any, seq: int, prompt: int = 40, n: int = 2, first: int = 0, **more: Any) -> None:
     """A prompt of ``prompt`` tokens that count from ``first``."""
     adapter = more.pop("adapter", None)
@@ -46,10 +37,10 @@ def test_chunks_end_at_boundaries_and_leave_a_snapshot_there(world: World) -> No
     w = world(**MODEL)
     ask(w, 1, prompt=100, n=40)
     # 64 tokens, then the last full block short of the prompt's last token, then the rest.
-    assert chunks(step(w)) == [(1, 0, 64, -1, 0)]
-    assert chunks(step(w)) == [(1, 64, 32, -1, 1)]
-    assert chunks(step(w)) == [(1, 96, 4, -1, -1)]
-    saves = [row.save for _ in range(39) for row in step(w)]
+    assert chunks(w.step()) == [(1, 0, 64, -1, 0)]
+    assert chunks(w.step()) == [(1, 64, 32, -1, 1)]
+    assert chunks(w.step()) == [(1, 96, 4, -1, -1)]
+    saves = [row.save for _ in range(39) for row in w.step()]
     # Decoding passes position 128, too.
     assert [s for s in saves if s >= 0] == [2] and kept(w) == 3
 
@@ -59,12 +50,12 @@ def test_an_equal_prompt_begins_behind_the_deepest_snapshot(world: World) -> Non
     ask(w, 1)
     w.settle()
     ask(w, 2)
-    assert chunks(step(w)) == [(2, 32, 8, 0, -1)]
+    assert chunks(w.step()) == [(2, 32, 8, 0, -1)]
     ask(w, 3, prompt=41)
-    assert chunks(step(w))[-1] == (3, 32, 9, 0, -1)
+    assert chunks(w.step())[-1] == (3, 32, 9, 0, -1)
     # Two of its blocks are cached, and the state is known behind neither the first nor the third.
     ask(w, 4, prompt=25)
-    assert chunks(step(w))[-1] == (4, 0, 16, -1, 1)
+    assert chunks(w.step())[-1] == (4, 0, 16, -1, 1)
     w.settle()
     assert w.core.stats().prefix.hit == 64
 
@@ -73,9 +64,9 @@ def test_samples_begin_behind_the_prompt_the_first_one_computed(world: World) ->
     w = world(**MODEL)
     w.load("a", 1)
     ask(w, 1, adapter="a", n=4, siblings=(2, 3))
-    assert [c[:3] for c in chunks(step(w))] == [(1, 0, 32)]
-    assert [c[:3] for c in chunks(step(w))] == [(1, 32, 8)]
-    rows = step(w)
+    assert [c[:3] for c in chunks(w.step())] == [(1, 0, 32)]
+    assert [c[:3] for c in chunks(w.step())] == [(1, 32, 8)]
+    rows = w.step()
     assert chunks(rows) == [(1, 40, 1, -1, -1), (2, 32, 8, 0, -1), (3, 32, 8, 0, -1)]
     w.settle()
     assert w.output(1) == w.output(2) == w.output(3) and len(w.output(1)) == 4
@@ -85,7 +76,7 @@ def test_without_snapshots_no_prefix_is_shared(world: World) -> None:
     w = world(**MODEL | {"snapshots": 0})
     for seq in (1, 2):
         ask(w, seq)
-        assert chunks(step(w)) == [(seq, 0, 40, -1, -1)]
+        assert chunks(w.step()) == [(seq, 0, 40, -1, -1)]
         w.settle()
     assert w.core.stats().blocks_cached == 0
 
@@ -98,7 +89,7 @@ def test_the_least_recently_used_snapshot_makes_room(world: World) -> None:
     hits = []
     for seq, first in ((5, 0), (6, 200), (7, 100)):
         ask(w, seq, first=first)
-        hits.append(step(w)[0].start)
+        hits.append(w.step()[0].start)
         w.settle()
     assert hits == [32, 32, 0]
 
@@ -110,14 +101,14 @@ def test_a_snapshot_that_will_be_loaded_is_not_written_over(world: World) -> Non
     # The one that begins behind the only snapshot and one that would save, in the same step.
     ask(w, 2)
     ask(w, 3, first=500)
-    assert chunks(step(w)) == [(2, 32, 8, 0, -1), (3, 0, 32, -1, -1)]
+    assert chunks(w.step()) == [(2, 32, 8, 0, -1), (3, 0, 32, -1, -1)]
     w.settle()
     # Nobody loads it now: the next prompt's takes its place.
     ask(w, 4, first=700)
-    assert step(w)[0].save == 0
+    assert w.step()[0].save == 0
     w.settle()
     ask(w, 5)
-    assert step(w)[0].start == 0
+    assert w.step()[0].start == 0
 
 
 def test_a_snapshot_waits_for_a_sequence_that_cannot_run_yet(world: World) -> None:
@@ -138,7 +129,7 @@ def test_a_preempted_sequence_begins_again_behind_a_snapshot(world: World) -> No
     for seq in (1, 2):
         ask(w, seq, prompt=40, n=60, first=seq * 100)
     for _ in range(400):
-        starts += [(r.seq, r.start) for r in step(w) if r.load >= 0]
+        starts += [(r.seq, r.start) for r in w.step() if r.load >= 0]
     assert w.core.stats().preempted > 0 and starts
     assert all(len(w.output(seq)) == 60 for seq in (1, 2))
 
@@ -156,7 +147,7 @@ def spilling(world: World, **more: Any) -> Any:
 def test_a_state_spills_and_comes_back_with_its_blocks(world: World, prefix_cache: bool) -> None:
     w = spilling(world, prefix_cache=prefix_cache)
     for _ in range(30):
-        step(w)
+        w.step()
         if w.core.stats().spilled:
             break
     # Three blocks of KV, and the state, which counts as three more.
@@ -198,6 +189,7 @@ def test_a_spilled_state_meets_deeper_cached_blocks(world: World) -> None:
     ask(w, 4, prompt=90, n=3, first=100, priority=0)
     w.settle()
     assert all(len(w.output(seq)) == 3 for seq in (3, 4))
+    assert all(len(w.output(seq)) == 30 for seq in (1, 2)) and w.core.stats().spilled > 0
 
 
 def test_what_a_cancelled_or_failed_row_saves_is_free_again(world: World) -> None:
@@ -215,7 +207,7 @@ def test_what_a_cancelled_or_failed_row_saves_is_free_again(world: World) -> Non
     assert kept(w) == 0 and w.ended[2].failure.code == "injected"
     w.settle()
     ask(w, 3)
-    assert step(w)[0].start == 0 and kept(w) == 1
+    assert w.step()[0].start == 0 and kept(w) == 1
 
 
 def test_a_version_that_goes_takes_its_snapshots_along(world: World) -> None:
@@ -228,7 +220,7 @@ def test_a_version_that_goes_takes_its_snapshots_along(world: World) -> None:
     w.settle()
     assert kept(w) == 0
     ask(w, 2, adapter="a")
-    assert step(w)[0].start == 0
+    assert w.step()[0].start == 0
     w.settle()
 
 
@@ -236,7 +228,7 @@ def test_closing_leaves_no_snapshot(world: World) -> None:
     w = world(**MODEL)
     ask(w, 1)
     ask(w, 2, first=50)
-    step(w)
+    w.step()
     w.send(ev.Plan())
     w.send(ev.Close())
     w.settle()

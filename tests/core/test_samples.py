@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
 
 World = Callable[..., Any]
@@ -18,20 +17,11 @@ def ask(w: Any, adapter: str | None = None, prompt: int = 40, n: int = 4, **more
     w.send(ev.Submit(1, tuple(range(prompt)), adapter, False, n, siblings=(2, 3), **more))
 
 
-def step(w: Any) -> tuple[fx.Row, ...]:
-    """Plan and run one step; its rows."""
-    w.send(ev.Plan())
-    rows = next((e.rows for e in w.device if isinstance(e, fx.RunStep)), ())
-    while w.device:
-        w.run_device()
-    return rows
-
-
 def test_one_computes_the_prompt_and_the_others_begin_behind_it(world: World) -> None:
     w = world()
     ask(w)
     assert w.core.stats().waiting == 3
-    first, second = step(w), step(w)
+    first, second = w.step(), w.step()
     assert [(r.seq, r.start, len(r.tokens)) for r in first] == [(1, 0, 40)]
     assert [(r.seq, r.start, len(r.tokens)) for r in second] == [(1, 40, 1), (2, 32, 8), (3, 32, 8)]
     assert len({r.blocks[:2] for r in second}) == 1 and len({r.blocks[2] for r in second}) == 3
@@ -44,10 +34,10 @@ def test_all_samples_run_on_the_version_the_first_leased(world: World) -> None:
     w = world(max_step_tokens=16)
     old = w.load("a", 1).adapter_id
     ask(w, "a")
-    step(w)
+    w.step()
     command = w.command(ev.Replace, "a", 2)
     w.run_stage()
-    step(w)
+    w.step()
     assert w.replies[command].adapter_id != old
     w.settle()
     assert {ident for seq in (1, 2, 3) for ident, _ in w.tokens[seq]} == {old}
@@ -60,7 +50,7 @@ def test_when_the_first_is_cancelled_the_next_leads(world: World, when: str) -> 
     w.load("a", 1)
     ask(w, "a")
     if when != "waiting":
-        step(w)
+        w.step()
     if when == "in flight":
         w.send(ev.Plan())
     w.send(ev.Cancel(1))
@@ -73,11 +63,11 @@ def test_when_the_first_is_cancelled_the_next_leads(world: World, when: str) -> 
 def test_a_follower_can_be_cancelled_alone_and_all_expire_together(world: World) -> None:
     w = world(max_step_tokens=16)
     ask(w, n=100, deadline=1.0)
-    step(w)
+    w.step()
     w.send(ev.Cancel(3))
     assert w.core.stats().waiting == 1 and w.ended[3].reason == "cancelled"
     for _ in range(5):
-        step(w)
+        w.step()
     w.now = 1.0
     w.send(ev.Tick())
     w.settle()
@@ -101,7 +91,7 @@ def test_unloading_and_closing_end_followers_once(world: World) -> None:
     w.command(ev.Unload, "a", w.now)
     assert {e.failure.code for e in w.ended.values()} == {"adapter-unloaded"}
     w.send(ev.Submit(4, tuple(range(40)), None, False, 4, siblings=(5, 6)))
-    step(w)
+    w.step()
     w.send(ev.Close())
     w.settle()
     assert w.closed and len(w.ended) == 6
@@ -111,7 +101,7 @@ def test_followers_whose_name_is_unloaded_meanwhile_finish(world: World) -> None
     w = world(max_step_tokens=16)
     w.load("a", 1)
     ask(w, "a")
-    step(w)
+    w.step()
     command = w.command(ev.Unload, "a", w.now + 100)
     w.settle()
     assert w.replies[command].outcome == "unloaded"
@@ -130,8 +120,8 @@ def test_all_are_refused_alike_and_count_as_waiting(world: World) -> None:
 def test_without_a_prefix_cache_each_computes_the_prompt(world: World) -> None:
     w = world(prefix_cache=False)
     ask(w)
-    step(w)
-    assert [(r.seq, r.start) for r in step(w)] == [(1, 40), (2, 0), (3, 0)]
+    w.step()
+    assert [(r.seq, r.start) for r in w.step()] == [(1, 40), (2, 0), (3, 0)]
     w.settle()
     assert w.output(1) == w.output(2) == w.output(3)
 
@@ -144,13 +134,13 @@ def test_an_unload_after_many_samples_ends_by_its_deadline(world: World) -> None
     for first in (100, 200, 300):
         siblings = tuple(range(first + 1, first + 16))
         w.send(ev.Submit(first, tuple(range(40)), "a", False, 6, siblings=siblings))
-    step(w)
-    step(w)
+    w.step()
+    w.step()
     for seq in (100, 105, 210, 315):
         w.send(ev.Cancel(seq))
     command = w.command(ev.Unload, "a", w.now + 5.0)
     while command not in w.replies:
         assert w.core.stats().slots[0].leases > 0
-        step(w)
+        w.step()
     assert w.replies[command].outcome == "unloaded"
     assert len(w.ended) == 48 and w.core.stats().slots[0].state == "EMPTY"
