@@ -19,6 +19,7 @@ from rota.gpu.kernels.compiled import Compiled
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 PROMPT = [(7 * n) % 120 + 3 for n in range(20)]
 GREEDY = rota.SamplingParams(max_tokens=3, ignore_eos=True)
+CYCLES = 100
 
 
 async def ask(engine: rota.Engine, adapter: str | None) -> list[int | None]:
@@ -108,6 +109,3 @@ async def test_loading_and_unloading_for_long_costs_no_memory(llama: Any) -> Non
         assert later[0] - traced < 2 * CYCLES * 500
         assert later[1] - resident < 2 * CYCLES * slot // 20
         assert later[2:] == (files, threads)
-
-
-CYCLES = 100

@@ -71,7 +71,7 @@ class Deaf(anyio.abc.ByteStream):
         self.heard += item
 
     async def send_eof(self) -> None:
-        raise NotImplementedError
+        raise AssertionError("the engine's end never half-closes")
 
     async def aclose(self) -> None:
         self.over.set()
