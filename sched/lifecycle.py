@@ -176,7 +176,7 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
     try:
         if not device.host_addressable:
             return TorchRunner.load(model_dir, device, _options(config))
-    except (ModelError, DeviceError) as error:
+    except DeviceError as error:
         device.close()
         if config.device != "auto" or error.code != _HOST_INSTEAD:
             raise
