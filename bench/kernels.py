@@ -122,7 +122,7 @@ def lora_call(groups: list[LoraGroup], rows: int) -> Callable[[], None]:
             group.apply(*at)
 
     # The tensors live as long as the call.
-    call.keep = (x, out, slots)  # type: ignore[attr-defined]
+    call.keep = (x, out, slots)  # type: ignore[attr-defined]  # keeps what the addresses name alive
     return call
 
 
@@ -173,7 +173,9 @@ def main() -> None:
         linear = fast.linear(weight)
         for rows in chosen.rows:
             x = torch.randn(rows, k_in).to(DTYPE)
+            # Bound for this turn of the loop.
             ours = best(lambda x=x, linear=linear: linear(x))  # type: ignore[misc]
+            # Bound for this turn of the loop.
             note(name, rows, ours, best(lambda x=x, w=weight: x @ w.T))  # type: ignore[misc]
     for name, (k_in, outs) in GROUPS.items():
         adapters = Adapters(k_in, outs)

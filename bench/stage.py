@@ -276,6 +276,7 @@ def measure(
         RAW_KEPT: lambda: raw.kept(size),
     }
     for way, source in sources.items():
+        # Bound for this turn of the loop.
         calls[way] = lambda s=source: stage(s, layout)  # type: ignore[misc]
     images = {way: calls[way]().image.buffer for way in sources}
     for way, image in images.items():

@@ -17,7 +17,7 @@ BLOCK_K, BLOCK_N = 512, 128
 
 
 @triton.jit
-def _shrink(  # type: ignore[no-untyped-def]
+def _shrink(  # type: ignore[no-untyped-def]  # Triton types it
     planes, x, table, slots, k_in, x_stride, rows,
     RANK: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _expand(  # type: ignore[no-untyped-def]
+def _expand(  # type: ignore[no-untyped-def]  # Triton types it
     out, planes, table, scales, slots, n_out, out_stride, rows, splits,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -103,5 +103,5 @@ def adapter_source(source: Source) -> AdapterSource:
         case str() | os.PathLike() if "\0" not in os.fspath(source):
             return DirectorySource(Path(source))
         case _ if callable(getattr(source, "read", None)):
-            return source  # type: ignore[return-value]
+            return source  # type: ignore[return-value]  # duck-typed by the line above
     raise bad_argument("source", "a directory, (safetensors bytes, config bytes) or a Peer", source)

@@ -35,7 +35,7 @@ TEXTS = [
     "def f(x: int = 3) -> str:\n    return f'{x!r}' if x >= 10 else \"no\"\n",
     '{"a": [1, 2, {"b": null}], \'c\': "\\u00e9"}',
     "naïve café, Ångström, straße, Ελληνικά, русский, עברית, العربية",
-    "日本語のテキスト。中文文本，한국어 텍스트",  # noqa: RUF001
+    "日本語のテキスト。中文文本，한국어 텍스트",  # noqa: RUF001  # text in other scripts is the point
     "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 and e\u0301 combining",
     "it's we're I'll don't THEY'VE 'quoted'",
     "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x<file_sep>",

@@ -100,11 +100,11 @@ class QueueSpace:
             self._driver.arena.free(self._taken.pop(), "device")
 
 
-class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships no types for it
     """Queues torch operations on one stream."""
 
     def __init__(self, space: QueueSpace, driver: FakeDriver, handle: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch ships no types for it
         self._space, self._driver, self._handle = space, driver, handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,6 +24,7 @@ def silu_mul_reference(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @kernel
+# Numba types it.
 def silu_mul_kernel(tag, gate_up, gs, out, os, n, inter):  # type: ignore[no-untyped-def]
     """`silu_mul_reference` over raw addresses; strides in elements."""
     one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))

@@ -71,6 +71,7 @@ def affine_reference(
 
 
 @kernel
+# Numba types it.
 def affine_kernel(tag, group, out, os, row_slot, n):  # type: ignore[no-untyped-def]
     """`affine_reference` over raw addresses.
 

@@ -64,7 +64,7 @@ except ImportError:
 
     def kernel(function: Callable[..., Any]) -> Any:
         """Leave the function as it is."""
-        function.device = function  # type: ignore[attr-defined]
+        function.device = function  # type: ignore[attr-defined]  # as Compiled has it
         return function
 
     inlined = kernel

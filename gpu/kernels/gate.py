@@ -27,7 +27,7 @@ def sigmoid_mul_reference(x: torch.Tensor, gate: torch.Tensor) -> None:
 
 
 @kernel
-def sigmoid_mul_kernel(  # type: ignore[no-untyped-def]
+def sigmoid_mul_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag, x, xs, gate, gs, head_stride, single, n, heads, width
 ):
     """`sigmoid_mul_reference` over raw addresses; strides in elements, `single` 1 = one gate."""

@@ -29,13 +29,13 @@ _LINEAR_FROM = 20.0
 
 
 @inlined
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def _sigmoid(x):  # type: ignore[no-untyped-def]  # numba types it
     one = vsplat(np.float32(1.0))
     return vdiv(one, vadd(one, vexp(vsub(vsplat(np.float32(0.0)), x))))
 
 
 @kernel
-def conv_kernel(  # type: ignore[no-untyped-def]
+def conv_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag, x, stride, w, taps, channels, states, first, count, slot, rows
 ):
     """Convolve the first `channels` columns of `x` in place, silu them, and advance the states."""
@@ -61,7 +61,7 @@ def conv_kernel(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _normed(tag, x, at, width, scale, target, to):  # type: ignore[no-untyped-def]
+def _normed(tag, x, at, width, scale, target, to):  # type: ignore[no-untyped-def]  # numba types it
     """x / |x| * scale as fp32 into `target`."""
     total = vsplat(np.float32(0.0))
     for i in range(0, width, 16):
@@ -74,7 +74,7 @@ def _normed(tag, x, at, width, scale, target, to):  # type: ignore[no-untyped-de
 
 
 @kernel
-def delta_kernel(  # type: ignore[no-untyped-def]
+def delta_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag,
     x,
     stride,

@@ -50,7 +50,7 @@ V16I = ir.VectorType(I32, LANES)
 V16H = ir.VectorType(I16, LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):  # type: ignore[misc]  # its base has no types
     """The numba type of sixteen fp32 lanes."""
 
     def __init__(self) -> None:
@@ -376,7 +376,7 @@ def vst_part(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, cou
 
 
 @inlined
-def vld_upto(tag, address, index, count):  # type: ignore[no-untyped-def]
+def vld_upto(tag, address, index, count):  # type: ignore[no-untyped-def]  # numba types it
     """`vld` where `count` is at least 16, else `vld_part`."""
     if count >= LANES:
         return vld(tag, address, index)
@@ -384,7 +384,7 @@ def vld_upto(tag, address, index, count):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def vst_upto(tag, address, index, value, count):  # type: ignore[no-untyped-def]
+def vst_upto(tag, address, index, value, count):  # type: ignore[no-untyped-def]  # numba types it
     """`vst` where `count` is at least 16, else `vst_part`."""
     if count >= LANES:
         vst(tag, address, index, value)

@@ -19,7 +19,7 @@ from numba.core import cgutils
 from .lanes import F32, I16, I32, INDEX, LANES, V16F, V16I, call, const, lowered, types, vector
 
 
-class _BFloat(_BaseFloatType):  # type: ignore[misc]
+class _BFloat(_BaseFloatType):  # type: ignore[misc]  # its base has no types
     """LLVM's bfloat, only ever reached by a bitcast."""
 
     null = "0.0"

@@ -101,8 +101,8 @@ def check_row_invariance(
         sizes: batch sizes to compare; each is run with the same rows at two different places.
         rows: ``[max(sizes) + 3, k_in]`` to compare with; random ones if None.
     """
-    k_in: int = getattr(linear, "k_in")  # noqa: B009
-    dtype: torch.dtype = getattr(linear, "dtype")  # noqa: B009
+    k_in: int = getattr(linear, "k_in")  # noqa: B009  # anything callable with these two
+    dtype: torch.dtype = getattr(linear, "dtype")  # noqa: B009  # anything callable with these two
     generator = torch.Generator().manual_seed(PROBE_SEED)
     shift = 3
     largest = max(sizes)

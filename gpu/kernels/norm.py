@@ -51,7 +51,7 @@ def add_rms_norm_reference(
 
 
 @kernel
-def rms_norm_kernel(  # type: ignore[no-untyped-def]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag, add, one_plus, x, xs, res, rs, w, eps, out, os, n, h
 ):
     """Both functions above over raw addresses; strides in elements, `add` and `one_plus` 0 or 1."""

@@ -87,7 +87,7 @@ def rope_and_cache_reference(
 
 
 @inlined
-def _turn(tag, x, at, half, cos, sin, table_at):  # type: ignore[no-untyped-def]
+def _turn(tag, x, at, half, cos, sin, table_at):  # type: ignore[no-untyped-def]  # numba types it
     """Rotate one head in place."""
     for i in range(0, half, 16):
         count = half - i
@@ -102,13 +102,13 @@ def _turn(tag, x, at, half, cos, sin, table_at):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _copy(tag, source, at, target, to, count):  # type: ignore[no-untyped-def]
+def _copy(tag, source, at, target, to, count):  # type: ignore[no-untyped-def]  # numba types it
     for i in range(0, count, 16):
         vst_upto(tag, target, to + i, vld_upto(tag, source, at + i, count - i), count - i)
 
 
 @kernel
-def rope_and_cache_kernel(  # type: ignore[no-untyped-def]
+def rope_and_cache_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag,
     qkv,
     stride,

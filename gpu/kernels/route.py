@@ -47,7 +47,7 @@ def route_reference(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tens
 
 
 @kernel
-def route_kernel(  # type: ignore[no-untyped-def]
+def route_kernel(  # type: ignore[no-untyped-def]  # numba types it
     tag, logits, stride, weights, ids, scratch, n, experts, k
 ):
     """`route_reference` over raw addresses; `scratch`: `scratch_bytes` bytes."""

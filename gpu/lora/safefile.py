@@ -106,7 +106,7 @@ def _bad(why: str, subject: str = FILE_NAME, **facts: object) -> RejectError:
         why,
         code="bad-safetensors",
         subject=subject[:200],
-        **facts,  # type: ignore[arg-type]
+        **facts,  # type: ignore[arg-type]  # an error checks its own fields
     )
 
 

@@ -36,6 +36,7 @@ class Refused(Exception):
 
 def _refuse(code: str, message: str, name: str | None, **more: str | float | None) -> Refused:
     kind = "capacity" if code in ("QUEUE_FULL", "POOL_FULL") else "command"
+    # A failure checks its own fields.
     return Refused(Failure(kind, code, message, name, **more))  # type: ignore[arg-type]
 
 

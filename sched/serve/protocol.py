@@ -18,6 +18,7 @@ def protocol(header_timeout_s: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
 
+        # Uvicorn asks for less than asyncio says.
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._await_headers()

@@ -123,10 +123,12 @@ class Admin:
         async def job() -> AdapterReply:
             if body.load_inplace:
                 try:
+                    # The engine may be a client of one: Any.
                     return await self._engine.replace(name, path)  # type: ignore[no-any-return]
                 except CommandError as error:
                     if error.code != "unknown-adapter":
                         raise
+            # The engine may be a client of one: Any.
             return await self._engine.load(name, path)  # type: ignore[no-any-return]
 
         self._metrics.loaded(await self._run(request, job))
@@ -144,7 +146,9 @@ class Admin:
 
         def job() -> Awaitable[AdapterReply]:
             if body.slot is None:
+                # The engine may be a client of one: Any.
                 return self._engine.load(body.name, path, pin=body.pin)  # type: ignore[no-any-return]
+            # The engine may be a client of one: Any.
             return self._engine.swap(body.name, path, body.slot)  # type: ignore[no-any-return]
 
         reply = await self._run(request, job)

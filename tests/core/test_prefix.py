@@ -98,6 +98,7 @@ def first_row(w: Any, seq: int) -> fx.Row:
     """The next planned row of ``seq``."""
     w.send(ev.Plan())
     (step,) = (e for e in w.device if isinstance(e, fx.RunStep))
+    # The fixture is Any.
     return next(r for r in step.rows if r.seq == seq)  # type: ignore[no-any-return]
 
 

@@ -39,7 +39,7 @@ def until(w: Any, kind: type) -> Any:
 
 
 def state(w: Any, seq: int) -> str:
-    return w.core._state.seqs[seq].state.value  # type: ignore[no-any-return]
+    return w.core._state.seqs[seq].state.value  # type: ignore[no-any-return]  # the fixture is Any
 
 
 def test_a_spilled_sequence_goes_on_where_it_was(world: World) -> None:

@@ -70,6 +70,7 @@ def test_grids_and_blocks_of_three_dimensions(rig):
 @pytest.mark.parametrize(
     ("i", "l", "f"), [(-(2**31), -(2**63), -2.5), (2**31 - 1, 2**63 - 1, 2.25), (0, 1, 3)]
 )
+# Named by the type they arrive as.
 def test_every_kind_of_argument_arrives(rig, i, l, f):  # noqa: E741
     out, p = rig.up(np.zeros(4, np.int64)), rig.up(np.array([77], np.int32))
     k = rig.device.load_kernel(KernelSpec("types", "pilfp", cuda_source=TYPES))

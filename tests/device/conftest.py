@@ -181,6 +181,7 @@ def make_checked_rig() -> Iterator[Callable[..., Rig]]:
     opened: list[Device] = []
 
     def make(**keywords: int | bool) -> Rig:
+        # Keywords of several kinds.
         device = HostDevice(checked=True, **keywords)  # type: ignore[arg-type]
         opened.append(device)
         return Rig(device, True)

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(not has_dot(), reason="needs a processor with AV
 
 
 @kernel
-def dots(tag, total, a, b, out, n):  # type: ignore[no-untyped-def]
+def dots(tag, total, a, b, out, n):  # type: ignore[no-untyped-def]  # numba types it
     for i in range(n):
         sums = vdot(vld(0.0, total, 16 * i), vld_raw(a, 32 * i), vld_raw(b, 32 * i))
         vst(0.0, out, 16 * i, sums)
 
 
 @kernel
-def columns(tag, b, stride, out):  # type: ignore[no-untyped-def]
+def columns(tag, b, stride, out):  # type: ignore[no-untyped-def]  # numba types it
     if stride == 16:
         c0, c1, c2, c3, c4, c5, c6, c7 = vld_raw_columns8(b, 0)
         vst(0.0, out, 64, c4)
@@ -49,7 +49,7 @@ def columns(tag, b, stride, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sums(tag, a, out):  # type: ignore[no-untyped-def]
+def sums(tag, a, out):  # type: ignore[no-untyped-def]  # numba types it
     d0, d1, d2, d3 = vld(0.0, a, 0), vld(0.0, a, 16), vld(0.0, a, 32), vld(0.0, a, 48)
     d4, d5, d6, d7 = vld(0.0, a, 64), vld(0.0, a, 80), vld(0.0, a, 96), vld(0.0, a, 112)
     e0, e1, e2, e3 = vld(0.0, a, 128), vld(0.0, a, 144), vld(0.0, a, 160), vld(0.0, a, 176)
@@ -60,7 +60,7 @@ def sums(tag, a, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def part(tag, a, out, count):  # type: ignore[no-untyped-def]
+def part(tag, a, out, count):  # type: ignore[no-untyped-def]  # numba types it
     vst(0.0, out, 0, vld_raw_part(a, 0, count))
 
 

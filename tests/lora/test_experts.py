@@ -21,7 +21,7 @@ from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.gpu.model.config import load_config
 
 Tensors = dict[str, torch.Tensor]
-E, R, H, I = 8, 2, 48, 16  # noqa: E741
+E, R, H, I = 8, 2, 48, 16  # noqa: E741  # the names the formula has
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def row(seq: int, start: int, *tokens: int, blocks: tuple[int, ...] = ()) -> Row
 
 
 def prefill(runner: Any) -> list[Any]:
+    # The fixture is Any.
     return runner.step([row(seq, 0, *PROMPTS[seq]) for seq in (0, 1)])  # type: ignore[no-any-return]
 
 

@@ -138,6 +138,7 @@ def version2(rng: random.Random) -> None:
             data = client.data_to_send()
             said[0] += data
             server.receive_data(data)
+            # No failure among these events.
             assert [type(e.message) for e in server.events(0.0)] == [type(ask)]  # type: ignore[union-attr]
             payload = 0 if sink is None else len(sink)
             server.reply(number, answer, 0.0, payload)

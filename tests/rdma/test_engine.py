@@ -59,6 +59,7 @@ async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any
                     await engine.load(name, source)
                 assert caught.value.code == code
             for packed in ("always", "never"):
+                # A parameter of the test.
                 source = rota.Peer(address, CASE, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
                 await engine.promote(packed, source)
                 assert await ids(packed) == case["greedy_f32"]

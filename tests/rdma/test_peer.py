@@ -89,6 +89,7 @@ def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed:
     landed = refused = 0
     for name, path in folders.items():
         layout = SlotLayout(HYBRID, 64, elem, overlay_rows=128 if name.startswith("mts") else 16)
+        # A parameter of the test.
         source = Peer(running.address, name, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
         try:
             disk = stage(DirectorySource(path), layout, base_rows=Ones())
@@ -170,6 +171,7 @@ def test_a_callers_buffer(kit: Any, serve: Any, folder: Path) -> None:
     disk = stage(DirectorySource(folder), kit.small).image.buffer.tobytes()
     for packed in ("always", "never"):
         buffer = bytearray(b"\xa5" * kit.small.slot_bytes)
+        # A parameter of the test.
         source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
         assert stage(source, kit.small, buffer=buffer).image.lent
         assert bytes(buffer) == disk
@@ -186,7 +188,7 @@ def test_progress_and_phases(kit: Any, serve: Any, tmp_path: Path) -> None:
             running.address,
             "big",
             secret=kit.secret,
-            packed=packed,  # type: ignore[arg-type]
+            packed=packed,  # type: ignore[arg-type]  # a parameter of the test
             progress=lambda done, total, seen=seen: seen.append((done, total)),
         )
         staged = stage(source, kit.large)
@@ -212,6 +214,7 @@ def test_refusals_over_the_wire(kit: Any, serve: Any, folder: Path) -> None:
     assert (type(error), error.code) == (RejectError, "file-too-large")
     narrow = SlotLayout(kit.small.dims, 2)
     for packed in ("always", "never"):
+        # A parameter of the test.
         source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
         assert refusal(lambda s=source: stage(s, narrow)).code == "rank-exceeds-pool"
     with socket.create_server(("127.0.0.1", 0)) as nobody:
@@ -446,5 +449,6 @@ def test_sharded_adapters(kit: Any, serve: Any, tmp_path: Path) -> None:
     running = serve({"parts": parts})
     disk = stage(DirectorySource(parts), kit.small)
     for packed in ("always", "never"):
+        # A parameter of the test.
         source = Peer(running.address, "parts", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
         same(stage(source, kit.small), disk)

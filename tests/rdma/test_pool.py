@@ -196,7 +196,7 @@ def test_limits(kit: Any, serve: Any, folder: Path) -> None:
     assert len(pool) == 0  # closed: works, and keeps nothing
     for wrong in ({"keep": -1}, {"idle_s": 0.0}):
         with pytest.raises(RequestError) as caught:
-            PeerPool(**wrong)  # type: ignore[arg-type]
+            PeerPool(**wrong)  # type: ignore[arg-type]  # wrong on purpose
         assert caught.value.code == "bad-pool"
 
 

@@ -64,7 +64,7 @@ class Bench:
         again = self.client.open(1)  # the next promotion's rails work
         again.connect(again.rails)
         self.fabric.stuck, self.fabric.status = False, {}
-        landed: Callable[[int], None] = lambda count: None  # noqa: E731
+        landed: Callable[[int], None] = lambda count: None  # noqa: E731  # shorter than its use
         again.read(self.target, self.source.address, [self.rkey], self.now + 60, None, landed)
         assert self.target.tobytes() == self.source.array.tobytes()
         again.close()
@@ -177,7 +177,9 @@ def verbs(serve: Any, kit: Any, tmp_path: Path) -> Any:
         fields: dict[str, Any] = {"secret": kit.secret, "transport": client} | more
         return stage(Peer(running.address, "big", **fields), kit.large)
 
+    # A bag of what the tests use.
     land.fabric, land.client, land.peer = fabric, client, running.peer  # type: ignore[attr-defined]
+    # A bag of what the tests use.
     land.disk = stage(DirectorySource(folder), kit.large).image  # type: ignore[attr-defined]
     return land
 

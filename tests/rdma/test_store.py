@@ -202,7 +202,7 @@ def test_memory_is_not_freed_while_it_is_used() -> None:
     region.close()
     region.close()
     with pytest.raises(InternalError):
-        region.array  # noqa: B018
+        region.array  # noqa: B018  # reading it is what is refused
     assert code(region.hold) == "memory-closed"
 
 

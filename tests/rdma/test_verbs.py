@@ -167,7 +167,7 @@ def test_the_probe_for_device_memory(code: int, takes: bool) -> None:
 
     device = object.__new__(verbs.Device)
     device.pd = None
-    device.lib = SimpleNamespace(  # type: ignore[assignment]
+    device.lib = SimpleNamespace(  # type: ignore[assignment]  # a stand-in for the library
         mr=SimpleNamespace(DmaBufMR=register), enums=SimpleNamespace(IBV_ACCESS_LOCAL_WRITE=1)
     )
     assert device.takes_device_memory() is takes

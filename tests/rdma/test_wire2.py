@@ -257,6 +257,7 @@ def test_errors_travel_whole() -> None:
         RejectError("no", code="bad-thing", subject="k", expected=1, found=2),
         CapacityError("full", code="peer-busy", retry_after_s=0.5),
     ):
+        # Any error can be told.
         back = raised(m.DECODERS[19].decode(m.encode(refusal(error))))  # type: ignore[arg-type]
         assert type(back) is type(error) and str(back) == str(error)
 

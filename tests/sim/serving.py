@@ -33,6 +33,7 @@ class Serving:
         kv = SimKV(self.config.block_size)
         self.executor = SimExecutor(self.config.max_loras, faults, kv)
         self.thread = SimThread(
+            # Jobs are partials.
             lambda job: STEP_S if job.func == self.executor.step else 0.001  # type: ignore[attr-defined]
         )
         self.stager = SimStager()
@@ -65,8 +66,10 @@ class Serving:
 
         def make(ident: int) -> ev.Command:
             if not content:
+                # The fixture is Any.
                 return kind(ident, name, **more)  # type: ignore[no-any-return]
             source = self.shell.source_id(SimSource(content, **about))
+            # The fixture is Any.
             return kind(ident, name, source, **more)  # type: ignore[no-any-return]
 
         return (await self.shell.command(make)).reply
@@ -134,7 +137,7 @@ class CancelAt:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._inner.__await__()
-        send: Callable[[], Any] = lambda: next(steps)  # noqa: E731
+        send: Callable[[], Any] = lambda: next(steps)  # noqa: E731  # shorter than its use
         while True:
             try:
                 waits_for = send()

@@ -93,8 +93,8 @@ def test_the_seeds_visit_what_can_go_wrong() -> None:
 
     for seed in range(9 * len(PROFILES)):
         run_scenario(scenario_of(seed), (watch,))
-    assert set(fx.Effect.__args__) <= kinds  # type: ignore[attr-defined]
-    assert set(ev.Event.__args__) <= kinds  # type: ignore[attr-defined]
+    assert set(fx.Effect.__args__) <= kinds  # type: ignore[attr-defined]  # a union: it has them
+    assert set(ev.Event.__args__) <= kinds  # type: ignore[attr-defined]  # a union: it has them
     assert ends == {"stop", "length", "cancelled", "deadline", "error"}
     assert {"done", "unchanged", "resident", "prefetched", "registered", "unloaded"} <= outcomes
     assert {"still-draining", "cancelled", "failed", "refused"} <= outcomes

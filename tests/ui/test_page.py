@@ -214,7 +214,7 @@ _COLOURS = """() => {
   const names = ["ink", "muted", "empty", "staging", "ready", "in-use", "draining", "bad", "good"];
   const of = (name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
   return Object.fromEntries([...names, "panel", "ground", "accent", "on-accent", "bad-soft"].map((n) => [n, of(n)]));
-}"""  # noqa: E501
+}"""  # noqa: E501  # a script as the page gets it
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

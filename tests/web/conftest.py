@@ -57,6 +57,7 @@ async def _uvicorn(app: Any) -> AsyncIterator[str]:
     sock.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
+    # Put in its place by the test.
     server.capture_signals = _no_signals  # type: ignore[method-assign]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(server.serve, sockets=[sock]))
