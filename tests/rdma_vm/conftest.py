@@ -190,6 +190,18 @@ def transport(device: Device) -> Iterator[VerbsClient]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def narrow() -> Iterator[VerbsClient]:
+    """A client with one READ in flight: whatever a test does once something has landed happens
+    while most of the image is still to be asked for."""
+    device = Device("rxe0")
+    device.depth = 1
+    made = VerbsClient([device], ARENA)
+    yield made
+    gc.collect()
+    made.close()
+
+
 @pytest.fixture
 def source(peer: PeerProcess, transport: VerbsClient) -> Callable[..., Peer]:
     def make(adapter: str, **more: Any) -> Peer:

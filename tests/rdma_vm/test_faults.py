@@ -104,7 +104,11 @@ def test_bytes_with_another_digest(
 
 
 def test_peer_killed_in_the_middle(
-    folders: dict[str, Path], secret: Path, source: Callable[..., Peer], expected: bytes
+    folders: dict[str, Path],
+    secret: Path,
+    source: Callable[..., Peer],
+    narrow: VerbsClient,
+    expected: bytes,
 ) -> None:
     doomed = PeerProcess({"large": folders["large"]}, secret)
 
@@ -112,14 +116,16 @@ def test_peer_killed_in_the_middle(
         if doomed.process.poll() is None:
             doomed.kill()
 
-    error = refused(source("large", address=doomed.address, progress=kill))
+    error = refused(source("large", address=doomed.address, transport=narrow, progress=kill))
     # Its memory goes (10), or its queue pair does first and nothing answers any more (12).
     assert error.code == "rdma-read-failed"
     assert str(error.found).startswith(("status 10", "status 12")), error.found
     lands(source("large"), expected)
 
 
-def test_cable_cut_and_mended(source: Callable[..., Peer], expected: bytes) -> None:
+def test_cable_cut_and_mended(
+    source: Callable[..., Peer], narrow: VerbsClient, expected: bytes
+) -> None:
     cut: list[int] = []
 
     def cut_once(done: int, total: int) -> None:
@@ -128,7 +134,7 @@ def test_cable_cut_and_mended(source: Callable[..., Peer], expected: bytes) -> N
             subprocess.run(["ip", "link", "set", "vb", "down"], check=True)
 
     try:
-        error = refused(source("large", progress=cut_once))
+        error = refused(source("large", transport=narrow, progress=cut_once))
         assert cut and error.code in ("rdma-read-failed", "peer-timeout")
     finally:
         subprocess.run([MEND], check=True)
@@ -136,7 +142,7 @@ def test_cable_cut_and_mended(source: Callable[..., Peer], expected: bytes) -> N
 
 
 def test_cable_cut_for_longer_than_the_stall_time(
-    source: Callable[..., Peer], expected: bytes
+    source: Callable[..., Peer], narrow: VerbsClient, expected: bytes
 ) -> None:
     """Own deadlines, whatever the device's retries do."""
 
@@ -144,7 +150,8 @@ def test_cable_cut_for_longer_than_the_stall_time(
         subprocess.run(["ip", "link", "set", "vb", "down"], check=True)
 
     try:
-        error = refused(source("large", progress=cut, times=Times(stall=0.1)))
+        times = Times(stall=0.1)
+        error = refused(source("large", transport=narrow, progress=cut, times=times))
         assert error.code == "peer-timeout"
     finally:
         subprocess.run([MEND], check=True)
@@ -152,7 +159,7 @@ def test_cable_cut_for_longer_than_the_stall_time(
 
 
 def test_peer_stopped_takes_no_part(
-    peer: PeerProcess, source: Callable[..., Peer], expected: bytes
+    peer: PeerProcess, source: Callable[..., Peer], narrow: VerbsClient, expected: bytes
 ) -> None:
     stopped: list[int] = []
 
@@ -162,23 +169,23 @@ def test_peer_stopped_takes_no_part(
         stopped.append(done)
 
     try:
-        lands(source("large", progress=pause), expected)
+        lands(source("large", transport=narrow, progress=pause), expected)
     finally:
         peer.go_on()
     assert stopped[-1] == LARGE.slot_bytes
 
 
 def test_cancelled_in_the_middle(
-    source: Callable[..., Peer], transport: VerbsClient, expected: bytes
+    source: Callable[..., Peer], narrow: VerbsClient, expected: bytes
 ) -> None:
     seen: list[int] = []
-    made = source("large", progress=lambda done, _: seen.append(done))
+    made = source("large", transport=narrow, progress=lambda done, _: seen.append(done))
     error = refused(made, cancelled=lambda: bool(seen))
     assert error.code == "stage-cancelled" and 0 < seen[-1] < LARGE.slot_bytes
     # The memory is free again at once, and nothing writes it late.
-    block = transport.allocate(LARGE.slot_bytes)
+    block = narrow.allocate(LARGE.slot_bytes)
     block[:] = 0xA5
-    lands(source("large"), expected)
+    lands(source("large", transport=narrow), expected)
     assert (block == 0xA5).all()
 
 
