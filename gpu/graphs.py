@@ -27,9 +27,9 @@ log = logging.getLogger("rota.gpu.graphs")
 
 Kind = Literal["decode", "verify", "fused"]
 """Decode rows; rows that verify drafts; both in one step."""
-Case = Literal["none", "routed", "affine"]
-"""Only base rows (no LoRA kernel in the graph), a slot for each row, or that with the vectors of
-DoRA and biases."""
+Case = Literal["none", "routed", "affine", "tokens"]
+"""Only base rows (no LoRA kernel in the graph), a slot for each row, that with the vectors of DoRA
+and biases, or all of it with the deltas of embed_tokens and lm_head."""
 
 BUCKETS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Padded batch sizes; rows that only pad have slot -1."""

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
-from ..errors import DeviceError, ModelError
+from ..errors import ModelError
 from ..gpu.device import open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.source import AdapterSource
@@ -176,24 +176,10 @@ def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
     try:
         if not device.host_addressable:
             return TorchRunner.load(model_dir, device, _options(config))
-    except DeviceError as error:
-        device.close()
-        if config.device != "auto" or error.code != _HOST_INSTEAD:
-            raise
-        _log.warning("the host serves: %s", error)
-        device = open_device("cpu")
-    except BaseException:
-        device.close()
-        raise
-    try:
         return Runner.load(model_dir, device, _options(config), use_numba=config.use_numba)
     except BaseException:
         device.close()
         raise
-
-
-_HOST_INSTEAD: Final = "option-not-on-device"
-"""The code of what only the host serves; with device "auto" it does."""
 
 
 def _options(config: EngineConfig) -> RunnerOptions:

@@ -28,6 +28,7 @@ from . import (
 from .affine import AffineGroup, AffineSlice
 from .bgmv import LoraGroup, LoraSlice
 from .linear import LinearPacker, PackedLinear
+from .lookup import LookupGroup
 from .memory import Scratch
 
 logger = logging.getLogger("rota.gpu.kernels")
@@ -359,3 +360,9 @@ class HostKernels:
     def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> AffineGroup:
         """Make the group of up to three pairs' vectors; see `affine.AffineGroup`."""
         return AffineGroup(slices, max_loras=max_loras, dtype=self.dtype, use_numba=self.uses_numba)
+
+    def lookup_group(
+        self, part: LoraSlice, *, vocab: int, rank: int, max_loras: int
+    ) -> LookupGroup:
+        """Make the group of the embedding's pair; see `lookup.LookupGroup`."""
+        return LookupGroup(part, vocab=vocab, rank=rank, max_loras=max_loras, dtype=self.dtype)

@@ -31,6 +31,14 @@ class Affine(Protocol):
     def apply(self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int) -> None: ...
 
 
+class Lookup(Protocol):
+    """The delta of an embedding, added where its rows were looked up; see `LookupGroup.apply`."""
+
+    def apply(
+        self, tokens_addr: int, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int
+    ) -> None: ...
+
+
 class GroupMaker(Protocol):
     """Makes the groups of one model, for its device and dtype; see `HostKernels`."""
 
@@ -42,4 +50,8 @@ class GroupMaker(Protocol):
 
     def affine_group(self, slices: tuple[AffineSlice, ...], *, max_loras: int) -> Affine:
         """The vectors of such a group; asked for only with an affine layout."""
+        ...
+
+    def lookup_group(self, part: LoraSlice, *, vocab: int, rank: int, max_loras: int) -> Lookup:
+        """The pair of the embedding; asked for only of layouts with room for one."""
         ...

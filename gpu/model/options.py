@@ -37,8 +37,7 @@ class RunnerOptions:
         affine: room in each slot for DoRA's factors and for biases.
         expert_adapters: room in each slot for pairs of every routed expert.
         max_expert_rank: of them, where less than ``max_lora_rank``; 0 = ``max_lora_rank``.
-        max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them. `Runner`
-            alone serves such adapters.
+        max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them.
         num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
         max_step_tokens: most tokens of a step.
         max_sequences: most rows of a step.

@@ -14,10 +14,18 @@ from ..device import Device, Stream
 from ..kernels.affine import AffineSlice
 from ..kernels.affine_device import DeviceAffineGroup
 from ..kernels.bgmv import MAX_SLICES, LoraSlice
+from ..kernels.lookup_device import DeviceLookupGroup
 from ..kernels.lora_device import DeviceLoraGroup, planes_bytes
+from ..lora.dims import LoraModule
+from ..lora.layout import SlotLayout
 
 KERNEL_ROWS: Final = 1024
 """Rows of one launch; more take several, so that the planes stay small."""
+
+
+def widest_input(layout: SlotLayout) -> int:
+    """The longest input of a pair, in elements: an embedding has none, its rows are looked up."""
+    return max(p.k_in for p in layout.pairs if p.module is not LoraModule.EMBED_TOKENS)
 
 
 class DeviceGroups:
@@ -27,7 +35,7 @@ class DeviceGroups:
         stream: every launch goes on it.
         dtype: bfloat16 or float32.
         max_rows: most rows of a step.
-        widest: the longest input of a group, in elements.
+        widest: the longest input of a group, in elements; see `widest_input`.
         rank: padded rank of the pool.
 
     Raises:
@@ -85,6 +93,23 @@ class DeviceGroups:
         group = DeviceAffineGroup(self._device, slices, max_loras=max_loras, dtype=self._dtype)
         return StreamAffine(group, self._stream, self.rows, self._dtype.itemsize)
 
+    def lookup_group(
+        self, part: LoraSlice, *, vocab: int, rank: int, max_loras: int
+    ) -> StreamLookup:
+        """The embedding's pair on the stream. Raises DeviceError as `DeviceLookupGroup`."""
+        assert self._planes is not None
+        group = DeviceLookupGroup(
+            self._device,
+            part,
+            vocab=vocab,
+            rank=rank,
+            max_loras=max_loras,
+            planes=self._planes,
+            planes_nbytes=self._nbytes,
+            dtype=self._dtype,
+        )
+        return StreamLookup(group, self._stream, self.rows, self._dtype.itemsize)
+
     def close(self) -> None:
         """Free the planes, once. What the device does not take back may be asked for again."""
         if self._planes is not None:
@@ -130,6 +155,27 @@ class StreamAffine:
         """See `gpu.model.groups.Affine`."""
         for at in range(0, n_rows, self._rows):
             self._group.apply(
+                out_addr + at * out_stride * self._item,
+                out_stride,
+                row_slot_addr + 4 * at,
+                min(self._rows, n_rows - at),
+                self._stream,
+            )
+
+
+class StreamLookup:
+    """A `DeviceLookupGroup` on its stream, many rows in several launches."""
+
+    def __init__(self, group: DeviceLookupGroup, stream: Stream, rows: int, item: int) -> None:
+        self._group, self._stream, self._rows, self._item = group, stream, rows, item
+
+    def apply(
+        self, tokens_addr: int, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int
+    ) -> None:
+        """See `gpu.model.groups.Lookup`."""
+        for at in range(0, n_rows, self._rows):
+            self._group.apply(
+                tokens_addr + 8 * at,
                 out_addr + at * out_stride * self._item,
                 out_stride,
                 row_slot_addr + 4 * at,

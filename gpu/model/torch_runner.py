@@ -47,7 +47,7 @@ from .spill import SpillStore
 from .states import StateArena, snapshots_within
 from .torch_families import bind, read
 from .torch_kv import TorchKv
-from .torch_lora import DeviceGroups
+from .torch_lora import DeviceGroups, widest_input
 from .torch_spill import PinnedCopies
 from .torch_step import StepRunner, rows_of_buckets
 from .weights import HybridWeights, Weights
@@ -99,7 +99,7 @@ class TorchRunner:
                         self._stream,
                         dtype,
                         max_rows=padded,
-                        widest=max(pair.k_in for pair in self.layout.pairs),
+                        widest=widest_input(self.layout),
                         rank=self.layout.stride,
                     )
                     # Before the KV memory, which takes what is left.
@@ -183,18 +183,10 @@ class TorchRunner:
 
         Raises:
             ModelError: the checkpoint's fault.
-            DeviceError: option-not-on-device, bad-argument, pool-too-large, kv-too-small,
-                out-of-memory, cuda-unavailable, and others.
+            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
+                cuda-unavailable, and others.
         """
         options = RunnerOptions() if options is None else options
-        if options.max_embedding_rank:
-            raise DeviceError(
-                "adapters of this kind are not served on an accelerator yet",
-                code="option-not-on-device",
-                subject="max_embedding_rank",
-                expected='device="cpu", or the option left out',
-                found=str(options.max_embedding_rank),
-            )
         path = Path(model_dir)
         config = load_config(path)
         chosen = open_space(device) if space is None else space

@@ -26,6 +26,7 @@ from .batch import RowLike, StepBatch
 from .config import ModelConfig
 from .sampling import Choice, Sampler
 from .states import StateArena
+from .token_matrices import TokenMatrices
 from .torch_batch import DeviceBatch
 from .torch_deltas import Chunk, SlotViews, StepDeltas, split_rows
 from .torch_gdn import StateStep
@@ -134,7 +135,7 @@ class StepRunner:
     def warm(self, every_group: bool) -> None:
         """Run the one-row batch eagerly, with all LoRA kernels or none."""
         self._send([1], [-1], [], padded=1)
-        self._decode(1, 1, "affine" if every_group else "none")
+        self._decode(1, 1, "tokens" if every_group else "none")
 
     def run(
         self, rows: Sequence[RowLike], n: int, slots: frozenset[int], sampling: list[int]
@@ -159,7 +160,10 @@ class StepRunner:
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         case: Case = "none"
         if self._adapters is not None and slots != {-1}:
-            case = "affine" if self._adapters.affine(slots) else "routed"
+            if self._adapters.token_matrices.deltas(slots):
+                case = "tokens"
+            else:
+                case = "affine" if self._adapters.affine(slots) else "routed"
         self._replay(bucket, span_of(longest, self._blocks), case)
         return (self._logits[:bucket], sampling) if sampling else (None, [])
 
@@ -221,12 +225,17 @@ class StepRunner:
         assert arrays is not None and sampler is not None
         tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
         attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
-        plan, experts = None, NOWHERE
+        plan, experts, tokens = None, NOWHERE, arrays.tokens[:rows]
+        matrices: TokenMatrices | None = None
         if case != "none" and self._adapters is not None:
-            plan = self._adapters.every_group(affine=case == "affine")
+            plan = self._adapters.every_group(affine=case != "routed")
             experts = self._adapters.every_half()
+            matrices = self._adapters.token_matrices if case == "tokens" else None
         states = None if self._states is None else StateStep(arrays.places[:rows])
-        h = self._model.embed(arrays.tokens[:rows])
+        h = self._model.embed(tokens)
+        if matrices is not None:
+            matrices.add_embed(None, tokens, h, arrays.row_slots)
+            self._space.join(self._stream)
         step = Step(
             arrays.positions[:rows],
             arrays.mapping[:rows],
@@ -235,8 +244,11 @@ class StepRunner:
             states,
         )
         h = self._model.layers(h, step)
-        logits = self._logits[:rows]
-        logits.copy_(self._model.head(self._model.states(h)))
+        logits, given = self._logits[:rows], self._model.states(h)
+        logits.copy_(self._model.head(given))
+        if matrices is not None:
+            matrices.add_head(None, given, logits, arrays.row_slots)
+            self._space.join(self._stream)
         sampler.greedy(logits)
 
     def _deltas(
@@ -278,17 +290,26 @@ class StepRunner:
         lengths = by_kind.lengths
         chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
         plan, experts = None, NOWHERE
+        matrices: TokenMatrices | None = None
+        changed: frozenset[int] = frozenset()
         if self._adapters is not None:
             experts = self._adapters.expert_halves(slots)
             in_chunks = {chunk.begin for chunk in chunks}
             starts = [last + 1 - k for last, k in zip(self._batch.last, lengths, strict=True)]
             others = (row.slot for row, at in zip(rows, starts, strict=True) if at not in in_chunks)
             plan = self._adapters.plan(frozenset(others))
+            matrices = self._adapters.token_matrices
+            changed = matrices.deltas(slots)
         h = model.embed(arrays.tokens[:n])
         if overlaid and self._overlays is not None:
             self._overlays.embeddings(
                 overlaid, self._batch.slots, self._batch.tokens[:n].numpy(), h
             )
+        # Not the kernels' slots: those leave out what goes through GEMMs.
+        own = arrays.slots[:n].to(torch.int32) if changed else None
+        if own is not None and matrices is not None:
+            matrices.add_embed(changed, arrays.tokens[:n], h, own.data_ptr())
+            self._space.join(self._stream)
         mixed = MixedRows(
             arrays, by_kind, zero=self._kv.zero_cell, scale=self._scale, width=self._width
         )
@@ -302,12 +323,17 @@ class StepRunner:
         h = model.layers(h, step)
         if not sampling:
             return None, []
-        states = model.states(h.index_select(0, arrays.picked[: len(picked)]))
+        which = arrays.picked[: len(picked)]
+        states = model.states(h.index_select(0, which))
         logits = self._logits[: len(picked)]
         logits.copy_(model.head(states))
         if overlaid and self._overlays is not None:
             own_slots = [rows[i].slot for i in sampling]
             self._overlays.logits(overlaid, own_slots, states, logits)
+        if own is not None and matrices is not None:
+            sampled = own.index_select(0, which)
+            matrices.add_head(changed, states, logits, sampled.data_ptr())
+            self._space.join(self._stream)
         sampler.greedy(logits)
         return logits, list(range(len(picked)))
 

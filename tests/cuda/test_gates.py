@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rota.gpu.kernels.affine_device import affine_spec
+from rota.gpu.kernels.lookup_device import lookup_spec
 from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
@@ -122,6 +123,18 @@ def test_the_affine_kernel_is_small(compiled, capability, dtype):
     _, found = compiled(affine_spec(dtype), capability)
     registers, spilled, _ = found["lora_affine"]
     assert (spilled, registers <= 32) == (0, True)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "f32"))
+@pytest.mark.parametrize("rank", (8, 24, 128))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_lookup_is_small(compiled, disassembled, tmp_path, capability, rank, dtype):
+    code, found = compiled(lookup_spec(rank, dtype), capability)
+    registers, spilled, shared = found["lora_lookup"]
+    assert (spilled, registers <= 32, shared) == (0, True, 0)
+    text = disassembled(code, tmp_path)["lora_lookup"]
+    if capability >= (9, 0):  # the expand is let go before anything is read
+        assert 0 <= text.index("PREEXIT") < text.index("LDG")
 
 
 @pytest.mark.parametrize("rank", (8, 16, 64))

@@ -61,6 +61,12 @@ def test_outputs_of_every_width_around_the_tiles(rig, problem, rank, width):
     assert np.array_equal(p.solve(rig), p.expected())
 
 
+@pytest.mark.parametrize("rank", [8, 16])
+def test_a_head_over_a_large_vocabulary(rig, problem, rank):
+    p = problem(n=2, k_in=16, rank=rank, widths=(248_320,), slots=[0, 2])
+    assert np.array_equal(p.solve(rig), p.expected())
+
+
 RUNS = (
     [1, 1, 1, 1, 1, 1, 1, 1],
     [0, 0, 0, 1, 1, 1, 1, 2, 2],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
 
+ZOO = Path(__file__).resolve().parents[1] / "zoo"
 OPTIONS = {
     "max_loras": 3,
     "max_lora_rank": 16,
@@ -46,6 +48,7 @@ class Served:
         self.logits = logits.float().clone()
 
     def commit(self, slot, case):
+        """``case``: a name of the oracle's, or a folder."""
         source = DirectorySource(self.folder / "adapters" / case)
         image = stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
         self.runner.commit(slot, image)
@@ -69,14 +72,13 @@ def on_driver(cuda_machine, driver, data_dir):
 
     opened = []
 
-    def make(dtype, family="llama", **more):
+    def make(dtype, family="llama", graphs=True, **more):
         device = cuda_machine.open(checked=True)
         space = QueueSpace(device, driver)
         folder = data_dir / "oracle" / family
         more = {"expert_adapters": family == "qwen35_moe"} | more
-        runner = TorchRunner.load(
-            folder / "base", device, RunnerOptions(dtype=dtype, **(OPTIONS | more)), space=space
-        )
+        options = RunnerOptions(dtype=dtype, **(OPTIONS | more))
+        runner = TorchRunner.load(folder / "base", device, options, space=space, graphs=graphs)
         opened.append((runner, space))
         return Served(runner, folder), space, device
 
@@ -92,9 +94,9 @@ def on_host(data_dir):
     """The same on the host."""
     opened = []
 
-    def make(dtype, family="llama"):
+    def make(dtype, family="llama", **more):
         folder = data_dir / "oracle" / family
-        more = {"expert_adapters": family == "qwen35_moe"}
+        more = {"expert_adapters": family == "qwen35_moe"} | more
         runner = Runner.load(
             folder / "base", HostDevice(), RunnerOptions(dtype=dtype, **(OPTIONS | more))
         )
@@ -260,3 +262,112 @@ def test_reading_a_value_while_recording_is_refused(on_driver):
     device.synchronize(stream)
     assert y.tolist() == [2.0] * 4 and torch.isnan(z).all()
     device.destroy_stream(stream)
+
+
+TOKENS = {"max_embedding_rank": 4, "overlay_rows": 8}
+"""Room for the adapters of the zoo that change token matrices."""
+ON_TOKENS = {
+    "llama": ("embed_head_dora", "embed_head", "head_lora_bias"),
+    "qwen2": ("tied_both", "tied_embed", "tied_head"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "bound"),
+    [("llama", "float32", 1e-5), ("llama", "bfloat16", 0.05), ("qwen2", "float32", 1e-5)],
+)
+def test_token_matrices_replay_from_a_graph_and_equal_the_host(
+    on_driver, on_host, family, dtype, bound
+):
+    """Prompts go through steps of their own; the rest is one graph with the token matrices' kernels
+    and, in steps of base rows alone, one without any."""
+    here, there = on_driver(dtype, family, **TOKENS)[0], on_host(dtype, family, **TOKENS)
+    for served in (here, there):
+        for slot, name in enumerate(ON_TOKENS[family]):
+            served.commit(slot, ZOO / family / name)
+    for mix in MIXES:
+        fed, start = [list(prompt) for prompt in PROMPTS], [0] * 4
+        for step in range(4):
+            tokens = [fed[seq][start[seq] :] for seq in range(4)]
+            here.step(mix, start, tokens)
+            chosen = there.step(mix, start, tokens)
+            error = (here.logits - there.logits).abs().max() / there.logits.abs().max()
+            assert float(error) < bound, (mix, step)
+            for seq in range(4):
+                start[seq] = len(fed[seq])
+                fed[seq].append(chosen[seq])
+    assert here.runner.captured == 2
+
+
+def test_rows_without_such_an_adapter_keep_every_bit_beside_one(on_driver, driver):
+    here = on_driver("bfloat16", **TOKENS)[0]
+    here.commit(0, ZOO / "llama" / "embed_head_dora")
+    here.commit(1, "attn_mlp_r8")
+    seen = []
+    for mix in ((-1, -1, -1, -1), (0, -1, -1, 0), (1, 1, -1, -1), (1, 0, -1, 0)):
+        before = driver.calls["cuLaunchKernelEx"]
+        for _ in range(3):  # eagerly, captured, replayed
+            here.step(mix, [0] * 4, [[9], [8], [7], [6]])
+        assert seen or driver.calls["cuLaunchKernelEx"] == before  # no kernel for base rows alone
+        seen.append(here.logits)
+    assert here.runner.captured == 3  # none, those of the layers, all
+    assert torch.equal(seen[1][1:3], seen[0][1:3]) and torch.equal(seen[2][2:], seen[0][2:])
+    assert torch.equal(seen[3][2], seen[0][2])
+    assert torch.equal(seen[3][0], seen[2][0])  # an adapter of layers alone
+    assert not torch.equal(seen[1][0], seen[0][0])
+
+
+def test_swaps_of_token_matrices_between_replays_are_seen(on_driver, on_host):
+    """Another adapter in the slot, one with replaced rows as well (whose steps are not captured), a
+    chunk that goes through GEMMs beside it, and a pool of another shape."""
+    here, _, device = on_driver("float32", **TOKENS | {"overlay_rows": 128})
+    there = on_host("float32", **TOKENS | {"overlay_rows": 128})
+    names = ("embed_head", "head_lora_bias", "embed_head_dora", "embed_rslora", "plain")
+
+    def both(slots, start, tokens):
+        for served in (here, there):
+            served.step(slots, start, tokens)
+        assert torch.allclose(here.logits, there.logits, rtol=1e-4, atol=1e-4)
+
+    for swap in range(8):
+        for served in (here, there):
+            served.commit(0, ZOO / "llama" / names[swap % 5])
+            if swap == 0:
+                served.commit(1, ZOO / "llama" / "embed_head")
+        both((0, 1), [0, 0], [[3 + swap], [7]])
+    assert here.runner.captured == 1
+    labels = device.live_labels()
+    for served in (here, there):
+        served.commit(0, ZOO / "llama" / "embed_low_head_saved")
+    both((0, 1, -1), [0, 0, 0], [[3], [7], [5]])
+    both((0, 1, -1), [0, 0, 0], [list(range(3, 21)), [7], [5, 6]])
+    both((1, 0, -1), [0, 0, 0], [list(range(3, 21)), [7], [5, 6]])
+    assert here.runner.captured == 1 and device.live_labels() == labels
+    for served in (here, there):
+        served.runner.relayout(2, 8)
+        served.commit(1, ZOO / "llama" / "embed_head")
+    for token in (3, 4, 5):
+        both((-1, 1), [0, 0], [[token], [7]])
+    assert here.runner.captured == 2
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuLaunchKernelEx"])
+@pytest.mark.parametrize("fed", [[[9, 8, 7], [4]], [[9], [4]]])
+def test_any_launch_of_such_a_step_may_fail_and_the_next_step_is_right(
+    on_driver, driver, fed, call
+):
+    here = on_driver("float32", graphs=False, **TOKENS)[0]
+    here.commit(0, ZOO / "llama" / "embed_head_dora")
+    args = ((0, -1), [0, 0], fed)
+    before = driver.calls[call]
+    here.step(*args)
+    expected, count = here.logits, driver.calls[call] - before
+    assert count >= 2
+    for nth in {1, 2, count - 1, count}:
+        driver.faults[call, driver.calls[call] + nth] = Fault(call, 0, 1)
+        fired = len(driver.fired)
+        with pytest.raises(DeviceError):
+            here.step(*args)
+        assert len(driver.fired) == fired + 1
+    here.step(*args)
+    assert torch.equal(here.logits, expected)

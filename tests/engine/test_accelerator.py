@@ -53,24 +53,3 @@ async def test_a_torch_without_cuda_is_named_and_the_device_given_back(
     with pytest.raises(DeviceError) as closed:
         opened[0].create_stream()
     assert closed.value.code == "device-closed"
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.anyio
-async def test_an_option_only_the_host_has_is_served_there_or_refused(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[Any] = []
-    monkeypatch.setattr(lifecycle, "open_device", far_first(opened))
-    async with rota.Engine(llama.model, device="auto", max_embedding_rank=8, **SMALL):
-        assert [type(device) for device in opened] == [Far, HostDevice]
-    with pytest.raises(DeviceError) as caught:
-        async with rota.Engine(llama.model, device="cuda", max_embedding_rank=8, **SMALL):
-            pass
-    assert (caught.value.code, caught.value.subject) == (
-        "option-not-on-device",
-        "max_embedding_rank",
-    )
-
-
-GREEDY = rota.SamplingParams(max_tokens=3, temperature=0.0)

@@ -99,11 +99,11 @@ def open_bench(data_dir: Path) -> Iterator[Opener]:
                 "max_lora_rank": 16,
                 "num_blocks": 24,
                 "overlay_rows": 128,
+                "max_embedding_rank": 16,
             }
             options["expert_adapters"] = family == "qwen35_moe"
             how: dict[str, Any] = {}
             if kind is Runner:
-                options["max_embedding_rank"] = 16
                 how["use_numba"] = more.pop("use_numba", True)
             folder = data_dir / "oracle" / family
             runner = kind.load(

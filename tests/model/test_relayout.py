@@ -149,10 +149,14 @@ def test_too_large_a_pool_is_refused_by_name(kind: Any, data_dir: Any) -> None:
     runner.close()
 
 
-def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(data_dir: Any) -> None:
+@pytest.mark.parametrize("kind", [Runner, TorchRunner])
+def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(
+    kind: Any, data_dir: Any
+) -> None:
     folder = data_dir / "oracle" / "qwen35"
     options = OPTIONS | {"max_lora_rank": 4, "max_embedding_rank": 8}
-    runner = Runner.load(folder / "base", HostDevice(checked=True), RunnerOptions(**options))
+    device = HostDevice(checked=True, allow_foreign=kind is TorchRunner)
+    runner = kind.load(folder / "base", device, RunnerOptions(**options))
 
     def place(slot: int) -> None:
         source = DirectorySource(str(folder / "adapters" / "embed_head_lora"))

@@ -15,6 +15,7 @@ from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import RowInput, Runner
+from rota.gpu.model.torch_runner import TorchRunner
 
 ZOO = Path(__file__).resolve().parent
 SLOTS = 48
@@ -22,13 +23,17 @@ HYBRID = ("qwen3_next", "qwen35")
 
 
 class Keeper:
-    """A runner over one checkpoint, and PEFT's answers."""
+    """A runner over one checkpoint, and PEFT's answers.
 
-    def __init__(self, family: str, dtype: str, data_dir: Path) -> None:
+    ``math="torch"`` is an accelerator's runner, with the host in the accelerator's place.
+    """
+
+    def __init__(self, family: str, dtype: str, math: str, data_dir: Path) -> None:
         self.folder, self.hybrid = ZOO / family, family in HYBRID
-        self.runner = Runner.load(
+        kind: type[Runner] | type[TorchRunner] = TorchRunner if math == "torch" else Runner
+        self.runner = kind.load(
             data_dir / "oracle" / family / "base",
-            HostDevice(checked=True),
+            HostDevice(checked=True, allow_foreign=math == "torch"),
             RunnerOptions(
                 dtype=dtype,
                 max_loras=SLOTS,
@@ -76,13 +81,14 @@ class Keeper:
 
 
 @pytest.fixture(scope="package")
-def keeper(data_dir: Path) -> Iterator[Callable[[str, str], Keeper]]:
-    made: dict[tuple[str, str], Keeper] = {}
+def keeper(data_dir: Path) -> Iterator[Callable[..., Keeper]]:
+    made: dict[tuple[str, str, str], Keeper] = {}
 
-    def get(family: str, dtype: str) -> Keeper:
-        if (family, dtype) not in made:
-            made[family, dtype] = Keeper(family, dtype, data_dir)
-        return made[family, dtype]
+    def get(family: str, dtype: str, math: str = "host") -> Keeper:
+        key = (family, dtype, math)
+        if key not in made:
+            made[key] = Keeper(*key, data_dir)
+        return made[key]
 
     yield get
     for one in made.values():

@@ -144,3 +144,25 @@ def test_all_at_once_each_answers_as_alone(
     check(one, base_alone, "base", dtype)
     for slot in range(len(names)):
         one.runner.retire(slot)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_accelerators_runner_answers_as_peft_does_too(
+    keeper: Callable[..., Any], family: str, dtype: str
+) -> None:
+    """Every adapter alone, then all of them and a base row in one batch; a BLAS may round a row in
+    a batch otherwise than alone."""
+    one = keeper(family, dtype, "torch")
+    names = [name for fam, name in ACCEPTED if fam == family]
+    base_alone = one.logits([-1])[0]
+    for slot, name in enumerate(names):
+        one.runner.commit(slot, one.stage(name).image)
+        check(one, one.logits([slot])[0], oracle_of(family, name), dtype)
+    together = one.logits([*range(len(names)), -1])
+    for row, name in enumerate(names):
+        check(one, together[row], oracle_of(family, name), dtype)
+    check(one, together[-1], "base", dtype)
+    for slot in range(len(names)):
+        one.runner.retire(slot)
+    assert torch.equal(one.logits([-1])[0], base_alone)
