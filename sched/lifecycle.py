@@ -21,6 +21,7 @@ import anyio.to_thread
 from ..errors import ModelError
 from ..gpu.device import open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
+from ..gpu.lora.recipe import Recipes
 from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
 from ..gpu.model.options import RunnerOptions
@@ -47,6 +48,7 @@ class Parts:
         self.config = config
         self.thread = DeviceThread(limit=4 * (config.max_running + MAX_SLOTS) + 64)
         self.stack = AsyncExitStack()
+        self.recipes = Recipes()
         self.runner: Runner | TorchRunner
         self.core: Core
         self.shell: Shell
@@ -108,7 +110,12 @@ class Parts:
     ) -> Any:
         runner = self.runner
         staged = stage(
-            source, runner.layout, base_rows=runner.base_rows, cancelled=cancelled, held=held
+            source,
+            runner.layout,
+            base_rows=runner.base_rows,
+            cancelled=cancelled,
+            held=held,
+            recipes=self.recipes,
         )
         if isinstance(runner, TorchRunner):
             runner.land(staged.image)

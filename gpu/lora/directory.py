@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,33 @@ from .safefile import (
 from .strictjson import loads_object
 
 
+class Sink(Protocol):
+    """Takes an adapter of one file piece by piece, if it knows its kind.
+
+    Attributes:
+        missing: bytes of the file that it has not got.
+    """
+
+    missing: int
+
+    def offer(self, config: bytes, head: npt.NDArray[np.uint8], size: int) -> bool:
+        """Whether it takes a file of ``size`` bytes that begins with ``head``. If so it has taken
+        ``size - missing`` bytes of it."""
+        ...
+
+    def room(self) -> memoryview:
+        """Where the next bytes go: at most so many, none when there are no more."""
+        ...
+
+    def filled(self, count: int) -> None:
+        """The first ``count`` bytes of `room` are there."""
+        ...
+
+
+HEAD_BYTES: Final = 1 << 18
+"""Of a file that is offered to a sink: a header of some 2,000 tensors."""
+
+
 def belongs(name: str) -> bool:
     """Whether a file of this name may be part of an adapter: what a look at a directory's files
     must cover to tell whether the adapter has changed (shards may have any name)."""
@@ -37,11 +65,12 @@ def belongs(name: str) -> bool:
 
 
 def read_directory(
-    path: Path, limits: FileLimits, *, follow_links: bool = False
+    path: Path, limits: FileLimits, *, follow_links: bool = False, sink: Sink | None = None
 ) -> tuple[bytes, tuple[npt.NDArray[np.uint8], ...]]:
     """The config bytes and every safetensors file (uint8 arrays, by file name) of a directory.
 
-    ``follow_links``: a file may be a link to a plain file elsewhere.
+    ``follow_links``: a file may be a link to a plain file elsewhere. ``sink``: is offered the file
+    of an adapter that has one; if it takes it, no file is returned.
 
     Raises:
         RejectError: missing-config, missing-weights, pickle-adapter, file-escapes-directory,
@@ -81,17 +110,21 @@ def read_directory(
     weights = next(name for name in (FILE_NAME, INDEX_NAME, MLX_NAME) if name in present)
     reader = _Reader(root, follow_links)
     reader.note((CONFIG_NAME, weights))
-    config = reader.read(CONFIG_NAME, limits.config_bytes, "config-too-large").tobytes()
+    config = reader.whole(CONFIG_NAME, limits.config_bytes, "config-too-large").tobytes()
     index: dict[str, set[str]] = {}
     names = [weights]
     if weights == INDEX_NAME:
-        raw = reader.read(INDEX_NAME, limits.index_bytes, "file-too-large")
+        raw = reader.whole(INDEX_NAME, limits.index_bytes, "file-too-large")
         index = _shard_names(raw.tobytes(), limits)
         names = sorted(index)
         reader.note(names)
     shards, left = [], limits.file_bytes
     for name in names:
-        shards.append(reader.read(name, left, "file-too-large"))
+        taker = sink if len(names) == 1 and not index else None
+        shard = reader.read(name, left, "file-too-large", config, taker)
+        if shard is None:
+            break
+        shards.append(shard)
         left -= shards[-1].nbytes
         if index:
             _check_index(name, index[name], parse_header(shards[-1], limits)[0].keys())
@@ -169,8 +202,16 @@ class _Reader:
         for name in names:
             self._seen[name] = self._now(name)
 
-    def read(self, name: str, limit: int, code: str) -> npt.NDArray[np.uint8]:
+    def whole(self, name: str, limit: int, code: str) -> npt.NDArray[np.uint8]:
         """The whole file in one buffer, uint8 ``[size]``."""
+        buffer = self.read(name, limit, code, b"", None)
+        assert buffer is not None
+        return buffer
+
+    def read(
+        self, name: str, limit: int, code: str, config: bytes, sink: Sink | None
+    ) -> npt.NDArray[np.uint8] | None:
+        """The whole file in one buffer, uint8 ``[size]``, or ``None`` if the sink took it."""
         root = self._root
         try:
             real = (root / name).resolve(strict=True)
@@ -193,18 +234,32 @@ class _Reader:
                 raise too_large(code, name, limit, status.st_size)
             if _identity(status) != self._seen[name]:
                 raise _changed(name)
-            buffer = blank(status.st_size)
-            view, filled = buffer.data, 0
-            while filled < status.st_size:
-                count = os.readv(handle, [view[filled:]])
-                if count == 0:
-                    raise _changed(name)
-                filled += count
+            size, head = status.st_size, np.empty(0, np.uint8)
+            if sink is not None:
+                head = np.empty(min(size, HEAD_BYTES), np.uint8)
+                self._fill(handle, name, head.data)
+                if sink.offer(config, head, size):
+                    while (room := sink.room()).nbytes:
+                        sink.filled(self._some(handle, name, room))
+                    return None
+            buffer = blank(size)
+            buffer[: head.size] = head
+            self._fill(handle, name, buffer.data[head.size :])
         except OSError as error:
             raise _unreadable(name, error) from error
         finally:
             os.close(handle)
         return buffer
+
+    def _some(self, handle: int, name: str, room: memoryview) -> int:
+        count = os.readv(handle, [room])
+        if count == 0:
+            raise _changed(name)
+        return count
+
+    def _fill(self, handle: int, name: str, room: memoryview) -> None:
+        while room.nbytes:
+            room = room[self._some(handle, name, room) :]
 
     def check_unchanged(self) -> None:
         """Raises StagingError adapter-changing when a name no longer means the file that was read,

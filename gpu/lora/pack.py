@@ -19,7 +19,7 @@ from ...errors import InternalError
 from .layout import Elem, SlotLayout
 from .safefile import ITEM_BYTES, Tensor
 
-_FILE_DTYPES: Final[dict[str, type[np.generic]]] = {
+FILE_DTYPES: Final[dict[str, type[np.generic]]] = {
     "BF16": np.uint16,
     "F16": np.float16,
     "F32": np.float32,
@@ -82,7 +82,7 @@ def as_f32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
 
 def file_array(tensor: Tensor) -> npt.NDArray[np.generic]:
     """The tensor's values, shaped, as the file has them: uint16 for BF16, else float16/float32."""
-    return tensor.data.view(_FILE_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return tensor.data.view(FILE_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def to_elem(
@@ -138,7 +138,8 @@ def pack_pairs(
     every other byte of it."""
     elem = layout.elem
     size = elem.size
-    _clear_rest(pairs, layout, buffer)
+    for begin, end in gaps(pairs, layout):
+        buffer[begin:end] = 0
     slot = buffer[: layout.pairs_bytes].view(elem.numpy)
     converted = _convert_blocks(pairs, elem)
     for pair in pairs:
@@ -156,12 +157,11 @@ def pack_pairs(
             region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
 
 
-def _clear_rest(
-    pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
-) -> None:
-    """Zero what no pair fills. Most adapters fill nearly all; clearing costs as much as packing.
+def gaps(pairs: Sequence[PairTensors], layout: SlotLayout) -> list[tuple[int, int]]:
+    """(begin, end) bytes of a slot that no pair fills, to be zeroed. Most adapters fill nearly all;
+    clearing costs as much as packing.
 
-    Rows of B shorter than the stride leave holes, so that whole region is cleared.
+    Rows of B shorter than the stride leave holes, so that whole region is one.
     """
     size = layout.elem.size
     filled = []
@@ -170,11 +170,14 @@ def _clear_rest(
         filled.append((place.a_off, pair.rank * place.k_in * size))
         if pair.rank == place.stride:
             filled.append((place.b_off, place.n_out * place.stride * size))
-    end = 0
+    found, end = [], 0
     for start, length in sorted(filled):
-        buffer[end:start] = 0
+        if end < start:
+            found.append((end, start))
         end = start + length
-    buffer[end:] = 0
+    if end < layout.slot_bytes:
+        found.append((end, layout.slot_bytes))
+    return found
 
 
 def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.generic]]:
@@ -192,7 +195,7 @@ def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.N
     for key, block in blocks.items():
         if len(dtypes[key]) == 1 and (dtype := dtypes[key].pop()) in ITEM_BYTES:
             view = block[: block.nbytes // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]]
-            values = view.view(_FILE_DTYPES[dtype])
+            values = view.view(FILE_DTYPES[dtype])
             if values.dtype != elem.numpy:
                 converted[key] = to_elem(values, elem, finite=True)
     return converted

@@ -38,7 +38,8 @@ class LoadReport:
         slot_bytes: bytes the adapter takes in the pool.
         file_bytes: tensor bytes read.
         seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
-            was left to wait for of the digest, which is taken beside audit and pack.
+            was left to wait for of the digest, which is taken beside audit and pack. By a recipe
+            the four take turns, and each has all its time.
     """
 
     tensors: int

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from . import safefile
-from .directory import read_directory
+from .directory import Sink, read_directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +56,15 @@ class AdapterSource(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamedSource(Protocol):
+    """A source whose file need not be in memory as a whole, if somebody takes it piece by piece."""
+
+    def stream(self, limits: safefile.FileLimits, sink: Sink) -> RawAdapter | None:
+        """As `AdapterSource.read`; ``None`` if the sink took all."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DirectorySource:
     """A PEFT adapter directory on disk.
@@ -72,6 +81,12 @@ class DirectorySource:
         config, shards = read_directory(Path(self.path), limits, follow_links=self.follow_links)
         return RawAdapter(config, shards)
 
+    def stream(self, limits: safefile.FileLimits, sink: Sink) -> RawAdapter | None:
+        """See `StreamedSource.stream`."""
+        path, follow = Path(self.path), self.follow_links
+        config, shards = read_directory(path, limits, follow_links=follow, sink=sink)
+        return RawAdapter(config, shards) if shards else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BytesSource:
@@ -85,3 +100,16 @@ class BytesSource:
         data = np.frombuffer(self.tensors, np.uint8)
         safefile.check_sizes(len(self.config), data.nbytes, limits)
         return RawAdapter(self.config, (data,))
+
+    def stream(self, limits: safefile.FileLimits, sink: Sink) -> RawAdapter | None:
+        """See `StreamedSource.stream`."""
+        raw = self.read(limits)
+        (data,) = raw.shards
+        if not sink.offer(raw.config, data, data.nbytes):
+            return raw
+        done = data.nbytes - sink.missing
+        while (room := sink.room()).nbytes:
+            room[:] = data[done : done + room.nbytes].data
+            done += room.nbytes
+            sink.filled(room.nbytes)
+        return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import RejectError
 from .layout import Elem
@@ -43,12 +44,9 @@ def check_finite(tensors: Sequence[Tensor], elem: Elem) -> dict[int, int]:
         peaks.update(zip(map(id, run), _peaks(run), strict=True))
         start = stop
     for tensor in tensors:
-        limit = _NON_FINITE[tensor.dtype]
-        peak = peaks[id(tensor)]
-        if tensor.dtype == "F32" and elem is Elem.BF16:
-            limit = _F32_OVER_BF16
-        if peak >= limit:
-            inside = peak < _NON_FINITE[tensor.dtype]
+        found = peaks[id(tensor)]
+        if found >= peak_limit(tensor.dtype, elem):
+            inside = found < _NON_FINITE[tensor.dtype]
             raise RejectError(
                 "a tensor holds a value BF16 cannot hold" if inside else "a tensor is not finite",
                 code="non-finite",
@@ -57,6 +55,21 @@ def check_finite(tensors: Sequence[Tensor], elem: Elem) -> dict[int, int]:
                 found="overflow" if inside else "NaN or infinity",
             )
     return peaks
+
+
+def peak_limit(dtype: str, elem: Elem) -> int:
+    """Bits of |x| from which a value of this file dtype is refused: not finite in ``elem``."""
+    return _F32_OVER_BF16 if dtype == "F32" and elem is Elem.BF16 else _NON_FINITE[dtype]
+
+
+def peak(values: npt.NDArray[np.generic]) -> int:
+    """Bits of max |x| of values in a file's dtype (two or four bytes each); 0 of none."""
+    if not values.size:
+        return 0
+    wide = values.itemsize == 4
+    positive = int(values.view(np.int32 if wide else np.int16).max())
+    negative = int(values.view(np.uint32 if wide else np.uint16).max())
+    return max(positive, negative - (1 << (31 if wide else 15)), 0)
 
 
 def _peaks(run: Sequence[Tensor]) -> list[int]:
