@@ -25,7 +25,8 @@ from .serve.top import add_top_parser, run_top
 OK, REFUSED, UNREADABLE = 0, 1, 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, replay: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:
+    """``replay``: what has that command's flags, if they are of interest."""
     parser = argparse.ArgumentParser(
         prog="rota",
         description="Serve one base LLM with many LoRA adapters, and change them while it serves.",
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     commands.add_parser(
         "replay",
-        add_help=False,  # it has a parser of its own
+        parents=replay,
+        add_help=bool(replay),  # it has a parser of its own
         help="run a recorded or public trace: today's decisions against the recorded ones",
     )
     return parser
@@ -108,7 +110,9 @@ def _refused(error: BaseException) -> int:
 def _completion(args: argparse.Namespace, console: Console) -> int:
     import shtab
 
-    print(shtab.complete(_parser(), args.shell))
+    from .replay.main import parser as replay_parser
+
+    print(shtab.complete(_parser(replay=[replay_parser(add_help=False)]), args.shell))
     return OK
 
 

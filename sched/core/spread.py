@@ -12,8 +12,8 @@ EDGES_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
-#: What staging a slot image is made of.
-PHASES = ("read", "digest", "audit", "pack")
+#: What staging a slot image is made of; ``resolve``, ``transfer`` and ``verify`` come from peers.
+PHASES = ("resolve", "transfer", "read", "digest", "verify", "audit", "pack")
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -37,8 +37,9 @@ Write = Callable[[str], None]
 Observer = Callable[[ev.Event, list[fx.Effect], float], None]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="rota replay", description=__doc__)
+def parser(*, add_help: bool = True) -> argparse.ArgumentParser:
+    """The command's own; without ``--help`` it can be another's parent."""
+    made = argparse.ArgumentParser(prog="rota replay", description=__doc__, add_help=add_help)
     made.add_argument("file", type=Path, help="a trace: rota's own, Azure, Mooncake or ServeGen")
     made.add_argument(
         "--format", choices=["rota", "azure", "mooncake", "servegen"], help="default: by content"

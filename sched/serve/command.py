@@ -158,7 +158,7 @@ async def _http(
             create_app(engine, options.http, tracer=tracer),
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
-            http=protocol(config.header_timeout_s),
+            http=protocol(config.header_timeout_s, config.max_header_bytes),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -166,7 +166,6 @@ async def _http(
             server_header=False,
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=_GRACE_S,
-            h11_max_incomplete_event_size=config.max_header_bytes,
             limit_concurrency=config.max_connections,
         )
     )

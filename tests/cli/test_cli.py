@@ -137,7 +137,35 @@ def test_a_panel_of_the_demo_shows_the_newest_lines() -> None:
 def test_completion_knows_commands_and_flags(shell: str, capsys: Any) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert "inspect" in script and "max-loras" in script and "Traceback" not in script
+    assert all(word in script for word in ("inspect", "max-loras", "control-rate"))
     tool = shutil.which(shell)
     if tool is not None:  # the shell itself finds no fault in it
         subprocess.run([tool, "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("rota in", {"inspect"}),
+        ("rota re", {"replay"}),
+        ("rota serve --max-lo", {"--max-loras", "--max-lora-rank"}),
+        ("rota serve model --lora-", {"--lora-adapter", "--lora-stageable"}),
+        ("rota inspect --pl", {"--plot"}),
+        ("rota replay --ag", {"--against"}),
+        ("rota replay --against ", {"core", "sim", "real"}),
+        ("rota completion z", {"zsh"}),
+        ("rota top --max-loras", set()),
+    ],
+)
+def test_the_tab_key_offers_what_fits(typed: str, offered: set[str], capsys: Any) -> None:
+    """As bash asks for it: the words so far, and which of them is being typed."""
+    assert main(["completion", "bash"]) == 0
+    words = typed.split(" ")
+    ask = (
+        f"COMP_WORDS=({' '.join(repr(word) for word in words)})\nCOMP_CWORD={len(words) - 1}\n"
+        '_shtab_rota\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    script = capsys.readouterr().out + ask
+    command = ["bash", "--norc", "--noprofile"]
+    done = subprocess.run(command, input=script, text=True, capture_output=True, check=True)
+    assert set(done.stdout.split()) == offered, done.stderr

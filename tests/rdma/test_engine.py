@@ -14,6 +14,7 @@ import pytest
 
 import rota
 from rota.rdma.frames2 import Times
+from rota.sched.core.spread import PHASES
 
 from .proxy import Proxy
 
@@ -24,7 +25,7 @@ CASE, OTHER = "attn_mlp_r8", "rslora_r16_bf16"
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any]) -> None:
     root = kit.root / "tests/data/oracle/llama"
-    case = json.loads((root / "ref.json").read_text())["cases"][CASE]
+    cases = json.loads((root / "ref.json").read_text())["cases"]
     adapters = {path.name: path for path in (root / "adapters").iterdir()}
     running = serve(adapters)
     address = running.address
@@ -41,8 +42,9 @@ async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any
     try:
         async with rota.Engine(root / "base", dtype="float32", **sizes) as engine:
 
-            async def ids(name: str) -> list[int]:
-                events = [e async for e in engine.generate(case["ids"], name, sampling)]
+            async def ids(name: str, case: str) -> list[int]:
+                prompt = cases[case]["ids"]
+                events = [e async for e in engine.generate(prompt, name, sampling)]
                 return [e.token_id for e in events if e.token_id is not None]
 
             for name, source, code in (
@@ -58,11 +60,18 @@ async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any
                 with pytest.raises(rota.RotaError) as caught:
                     await engine.load(name, source)
                 assert caught.value.code == code
-            for packed in ("always", "never"):
+            # Two contents: one that is held already would not be fetched again.
+            for packed, content in (("always", CASE), ("never", OTHER)):
                 # A parameter of the test.
-                source = rota.Peer(address, CASE, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+                source = rota.Peer(address, content, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
                 await engine.promote(packed, source)
-                assert await ids(packed) == case["greedy_f32"]
+                assert await ids(packed, content) == cases[content]["greedy_f32"]
+            # Every phase has its time in the engine's own count, whichever way the bytes came.
+            counts = (sum(spread.counts) for spread in engine.stats().times.phases)
+            assert dict(zip(PHASES, counts, strict=True)) == {
+                **{"resolve": 2, "transfer": 2, "verify": 1, "pack": 2},
+                **{"read": 1, "digest": 1, "audit": 1},
+            }
     finally:
         for proxy in (broken, silent):
             await anyio.to_thread.run_sync(proxy.close)

@@ -28,6 +28,7 @@ from rota.rdma.frames2 import Times
 from rota.rdma.link import Link, SocketStream
 from rota.rdma.peer import PeerLimits
 from rota.rdma.store import StoreLimits
+from rota.sched.core.spread import PHASES
 
 from .proxy import Proxy
 
@@ -192,7 +193,7 @@ def test_progress_and_phases(kit: Any, serve: Any, tmp_path: Path) -> None:
             progress=lambda done, total, seen=seen: seen.append((done, total)),
         )
         staged = stage(source, kit.large)
-        assert set(staged.report.seconds) == names
+        assert set(staged.report.seconds) == names <= set(PHASES), "all have a metric"
         assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] and len(seen) > 1
 
 

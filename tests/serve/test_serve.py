@@ -370,3 +370,49 @@ async def test_a_wrong_certificate_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CommandError) as refused:
         options("m", "--tls-cert", str(cert))
     assert (refused.value.code, refused.value.subject) == ("bad-option", "tls_key")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("whole", [False, True])
+async def test_headers_larger_than_the_limit_are_refused(whole: bool) -> None:
+    """Whether they come in small pieces or all at once."""
+    config = options("m", "--port", "0", "--max-header-bytes", "2048")
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(partial(serve, config, quiet(), engine=simulated))
+        host, port = url.removeprefix("http://").split(":")
+
+        async def status(filler: int) -> bytes:
+            head = b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * filler + b"\r\n\r\n"
+            # No more pieces than it takes: what is sent to who has closed resets the connection.
+            size = len(head) if whole else 500
+            pieces = [head[at : at + size] for at in range(0, len(head), size)][:5]
+            async with await anyio.connect_tcp(host, int(port)) as stream:
+                for piece in pieces:
+                    await stream.send(piece)
+                return bytes((await stream.receive()).split(b"\r\n")[0])
+
+        assert b" 200 " in await status(1500)
+        assert b" 400 " in await status(4000)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_connections_over_the_limit_are_told_to_come_back() -> None:
+    config = options("m", "--port", "0", "--max-connections", "2")
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(partial(serve, config, quiet(), engine=simulated))
+        host, port = url.removeprefix("http://").split(":")
+
+        async def status(stream: Any) -> bytes:
+            await stream.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            return bytes((await stream.receive()).split(b"\r\n")[0])
+
+        async with await anyio.connect_tcp(host, int(port)) as first:
+            assert b" 200 " in await status(first)
+            async with await anyio.connect_tcp(host, int(port)) as second:
+                assert b" 503 " in await status(second)
+        async with await anyio.connect_tcp(host, int(port)) as third:
+            with anyio.fail_after(20):
+                while b" 200 " not in await status(third):
+                    await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()

@@ -40,5 +40,5 @@ def test_a_commit_that_fails_is_counted_and_phases_of_no_name_are_not() -> None:
     times = timings.snapshot()
     assert sum(times.commit.counts) == 1
     counted = {name: sum(s.counts) for name, s in zip(PHASES, times.phases, strict=True)}
-    assert counted == {"read": 1, "digest": 0, "audit": 0, "pack": 1}
-    assert times.phases[0].counts[-1] == 1, "above all edges"
+    assert counted == dict.fromkeys(PHASES, 0) | {"read": 1, "pack": 1}
+    assert times.phases[PHASES.index("read")].counts[-1] == 1, "above all edges"

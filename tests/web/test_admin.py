@@ -1,4 +1,4 @@
-"""Adapter routes, keys, limits, health and metrics."""
+"""Adapter routes, keys, limits and health."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import anyio
 import httpx2
 import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from rota.errors import DeviceError
 from rota.sched.sim.engine import SimEngine, sim_content, sim_text
@@ -295,103 +294,6 @@ async def test_a_dead_device_is_not_healthy(serving: Any, ipc: bool) -> None:
         assert (got.status_code, got.json()["error"]["code"]) == (500, "device-dead")
         health = await face.http.get("/health")
         assert (health.status_code, health.json()["error"]["code"]) == (503, "device-dead")
-
-
-def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {
-        (s.name, tuple(sorted(s.labels.items()))): s.value
-        for family in text_string_to_metric_families(page)
-        for s in family.samples
-    }
-
-
-@pytest.mark.parametrize("ipc", [False, True])
-async def test_metrics_speak_the_gateways_protocol(serving: Any, adapter: Any, ipc: bool) -> None:
-    async with serving(ipc=ipc) as face:
-        for name in ("a", "b,c"):
-            body = {"name": name, "path": adapter(name, name.encode())}
-            assert (await face.post("/v1/lora/load", body, ADMIN)).status_code == 200
-        await face.engine.register("cold", adapter("cold", b"c"))
-        await said(face, "a")
-        await face.settled()
-        got = samples((await face.http.get("/metrics")).text)
-        info = (
-            ("max_lora", "4"),
-            ("running_lora_adapters", "a,b%2Cc"),
-            ("waiting_lora_adapters", ""),
-        )
-        assert got[("vllm:lora_requests_info", info)] == 1_700_000_000.0
-        for name, value in (
-            ("vllm:num_requests_waiting", 0),
-            ("vllm:num_requests_running", 0),
-            ("vllm:kv_cache_usage_perc", 0),
-            ("rota_generated_tokens_total", 6),
-            ("rota_commits_total", 2),
-            ("rota_time_to_first_token_seconds_count", 1),
-        ):
-            assert got[(name, ())] == value, name
-        assert got[("rota_adapters", (("level", "device"),))] == 2
-        assert got[("rota_adapters", (("level", "cold"),))] == 1
-        assert got[("rota_adapter_residency", (("adapter", "a"), ("level", "device")))] == 1
-        assert got[("rota_adapter_command_seconds_count", ())] == 2
-        assert (
-            got[("rota_commit_seconds_count", ())] == got[("rota_barrier_seconds_count", ())] == 2
-        )
-        last = (("le", "+Inf"),)
-        assert got[("rota_commit_seconds_bucket", last)] == 2
-        assert got[("rota_slot_wait_seconds_total", ())] >= 0
-        assert got[("rota_slots", (("state", "READY"),))] == 2
-        for cause in ("idle", "drained", "swapped", "replaced"):
-            assert got[("rota_evictions_total", (("cause", cause),))] == 0
-        route = (("route", "/v1/completions"), ("status", "200"))
-        assert got[("rota_http_requests_total", route)] == 1
-
-
-async def test_evictions_are_counted_by_what_caused_them(serving: Any, adapter: Any) -> None:
-    async with serving(engine={"max_loras": 1, "drain_after_s": 0.0}) as face:
-
-        async def causes() -> dict[str, float]:
-            got = samples((await face.http.get("/metrics")).text)
-            return {
-                labels[0][1]: value
-                for (name, labels), value in got.items()
-                if name == "rota_evictions_total" and value
-            }
-
-        await face.engine.load("a", adapter("a", A))
-        await face.engine.replace("a", adapter("a2", b"another"))
-        assert await causes() == {"replaced": 1}
-        await face.engine.load("b", adapter("b", B))
-        assert await causes() == {"replaced": 1, "idle": 1}
-        await face.engine.swap("a", None, 0)
-        assert await causes() == {"replaced": 1, "idle": 1, "swapped": 1}
-        busy = face.engine.generate([1], "a")
-        await busy.__anext__()
-        await face.engine.promote("b")
-        assert (await causes())["drained"] == 1
-        busy.cancel()
-
-
-async def test_metrics_stay_few_however_many_names_and_paths(serving: Any, adapter: Any) -> None:
-    async with serving(metrics_adapters=5) as face:
-        path = adapter("a", A)
-        await face.engine.load("loaded", path)
-
-        async def series() -> int:
-            return len(samples((await face.http.get("/metrics")).text))
-
-        for i in range(10):
-            await face.engine.register(f"n{i}", path)
-            await face.http.get(f"/v1/models/{i}")
-        await face.http.get("/metrics")
-        before = await series()
-        for i in range(200):
-            await face.engine.register(f"m{i}", path)
-            await face.http.get(f"/v1/models/{i}")
-            await face.http.get(f"/nowhere/{i}")
-        page = (await face.http.get("/metrics")).text
-        assert 'adapter="loaded"' in page
-        assert len(samples(page)) <= before + 1  # one status, 404, that was not seen before
 
 
 def test_unknown_settings_are_refused() -> None:
