@@ -111,4 +111,5 @@ async def test_loading_and_unloading_for_long_costs_no_memory(llama: Any) -> Non
         # A load's report alone is some thousand bytes of objects; an image is as large as a slot.
         assert later[0] - traced < 2 * CYCLES * 500
         assert later[1] - resident < 2 * CYCLES * slot // 20
-        assert later[2:] == (files, threads)
+        # What tests before this one left behind may end meanwhile.
+        assert later[2] <= files and later[3] <= threads
