@@ -31,8 +31,8 @@ try:
         width,
     )
     from .lanes_dot import (
-        ask,
         has_dot,
+        st_i64,
         vdot,
         vld_raw,
         vld_raw_columns4,
@@ -40,7 +40,7 @@ try:
         vld_raw_part,
         vround_raw,
         vst_rounded,
-        vst_rounded_halves,
+        vst_rounded_pairs,
         vsums,
     )
     from .lanes_math import (
@@ -81,7 +81,6 @@ except ImportError:
 
 __all__ = [
     "AVAILABLE",
-    "ask",
     "has_dot",
     "inlined",
     "kernel",
@@ -91,6 +90,7 @@ __all__ = [
     "prefetch",
     "st",
     "st_i32",
+    "st_i64",
     "vadd",
     "vdiv",
     "vdot",
@@ -116,7 +116,7 @@ __all__ = [
     "vst_pairs",
     "vst_part",
     "vst_rounded",
-    "vst_rounded_halves",
+    "vst_rounded_pairs",
     "vst_upto",
     "vsub",
     "vsum",

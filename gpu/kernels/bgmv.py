@@ -164,7 +164,7 @@ class LoraGroup:
         if self._scratch is not None:
             if self._dot:
                 kernel = bgmv_dot.lora_dot_kernel
-                need = bgmv_dot.scratch_bytes(self.rank, n_rows)
+                need = bgmv_dot.scratch_bytes(self.k_in, self.rank, n_rows)
             else:
                 kernel = bgmv_kernel.lora_delta_kernel
                 need = bgmv_kernel.scratch_bytes(self.k_in, self.rank, n_rows)

@@ -34,7 +34,6 @@ _BFloat._create_instance()
 V16B = ir.VectorType(_BFloat(), LANES)
 V32B = ir.VectorType(_BFloat(), 2 * LANES)
 V8I = ir.VectorType(I32, 8)
-V8H = ir.VectorType(I16, 8)
 V32H = ir.VectorType(I16, 2 * LANES)
 
 
@@ -186,17 +185,23 @@ def vsums(typingctx: Any, values: Any) -> Any:
 
 
 @lowered
-def vst_rounded_halves(typingctx: Any, address: Any, low: Any, high: Any, value: Any) -> Any:
-    """Round to bf16; store lanes 0..7 from element `low` on and lanes 8..15 from `high` on."""
+def vst_rounded_pairs(
+    typingctx: Any, address: Any, low: Any, high: Any, step: Any, value: Any
+) -> Any:
+    """Round to bf16; store pair i of lanes 0..7 at `address` + 4 * (`low` + i * `step`), then those
+    of lanes 8..15 from `high` on."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words = builder.bitcast(_rounded(builder, args[3]), ir.VectorType(I16, LANES))
-        for index, first in ((args[1], 0), (args[2], 8)):
-            part = _shuffle(builder, words, words, list(range(first, first + 8)))
-            builder.store(part, _place(builder, args[0], index, V8H), align=2)
+        pairs = builder.bitcast(_rounded(builder, args[4]), V8I)
+        for i in range(8):
+            ahead = builder.mul(args[3], ir.Constant(args[3].type, i % 4))
+            at = builder.add(args[1 + i // 4], ahead)
+            place = builder.add(args[0], builder.shl(at, ir.Constant(at.type, 2)))
+            word = builder.extract_element(pairs, I32(i))
+            builder.store(word, builder.inttoptr(place, I32.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(INDEX, INDEX, INDEX, vector), codegen
+    return types.void(INDEX, INDEX, INDEX, INDEX, vector), codegen
 
 
 @lowered
@@ -223,12 +228,12 @@ def vst_rounded(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @lowered
-def ask(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at `address` into the second level; any address is harmless."""
+def st_i64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Store `value` as i64 at `address` + 8 * `index`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(2), I32(1)])
+        place = builder.add(args[0], builder.shl(args[1], ir.Constant(args[1].type, 3)))
+        builder.store(args[2], builder.inttoptr(place, ir.IntType(64).as_pointer()), align=8)
         return context.get_dummy_value()
 
-    return types.void(INDEX), codegen
+    return types.void(INDEX, INDEX, INDEX), codegen
