@@ -236,10 +236,17 @@ class Peer:
     def _connected(self, stream: Stream, deadline: float, cancelled: Cancelled | None) -> Session:
         try:
             link = Link(
-                stream, secrets.token_bytes(32), self.secret, self.times, deadline, self.clock
+                stream,
+                secrets.token_bytes(32),
+                self.secret,
+                self.times,
+                deadline,
+                self.clock,
+                ahead=self.transport is None,
             )
             rails: OneSidedRails | None = None
-            if self.transport is not None and link.welcome.verbs:
+            welcome = link.welcome
+            if self.transport is not None and welcome is not None and welcome.verbs:
                 rails = self._connect_rails(link, self.transport)
         except BaseException:
             stream.close()

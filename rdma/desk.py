@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 
 from ..errors import (
@@ -135,17 +136,6 @@ class Desk:
         except RotaError as error:
             return Answer(refusal(error))
 
-    def at_once(self, message: m.Message) -> Answer | None:
-        """`handle` for what touches neither the disk nor a large piece of memory, and so may be
-        answered on the loop; ``None``: it takes a thread."""
-        if isinstance(message, m.Read):
-            return self.handle(message)
-        if isinstance(message, m.Release):
-            held = self._held.get(message.digest)
-            if held and self._store.is_current(held[-1]):  # else its memory may go with it
-                return self.handle(message)
-        return None
-
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._closed = True
@@ -229,21 +219,25 @@ class Desk:
 
     def _told(self, generation: Generation, packed: PackedImage, name: str) -> m.Packed:
         """What a client is told of an image, with digests by the hash ``name``."""
-        image = packed.image
-        return m.Packed(
-            generation.digest,
-            image.fingerprint,
-            image.nbytes,
-            name,
-            packed.chunks(name),
-            image.scales.astype("<f4").tobytes(),
-            np.asarray(image.ranks, "<u2").tobytes(),
-            bytes(image.affine),
-            image.embed_rows,
-            image.head_rows,
-            packed.report,
-            self._region(packed.region),
-        )
+        told = packed.told.get(name)
+        if told is None:
+            image = packed.image
+            told = packed.told[name] = m.Packed(
+                generation.digest,
+                image.fingerprint,
+                image.nbytes,
+                name,
+                packed.chunks(name),
+                image.scales.astype("<f4").tobytes(),
+                np.asarray(image.ranks, "<u2").tobytes(),
+                bytes(image.affine),
+                image.embed_rows,
+                image.head_rows,
+                packed.report,
+                None,
+            )
+        region = self._region(packed.region)
+        return told if region is None else msgspec.structs.replace(told, region=region)
 
     def _read(self, message: m.Read) -> Answer:
         generation = self._find(message.digest)

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -25,14 +26,17 @@ from ..gpu.lora.pack import reuse_buffer
 from ..gpu.lora.stage import Held, StagedAdapter, StageLimits
 from ..gpu.lora.targets import check_targets
 from . import messages as m
-from .hashes import KNOWN
+from .hashes import KNOWN, SHA256
 from .layouts import check_packed, layout_spec
+from .link import Spare
 from .pool import Session
 from .verify import ChunkVerifier
 
 log = logging.getLogger("rota.rdma.landing")
 Buffer = npt.NDArray[np.uint8] | bytearray | memoryview
 Progress = Callable[[int, int], None]
+_KNOWN_BYTES: Final = 16 << 10
+"""Of the largest config that is remembered."""
 _PHASES: Final = ("resolve", "pack", "transfer", "verify")
 
 
@@ -95,8 +99,12 @@ class Carrier:
         advance: Callable[[int], None],
         before: int,
         total: int,
+        spare: Spare | None = None,
     ) -> None:
-        """Fill ``target`` with what ``ask`` names. Raises as `client.Peer.read`."""
+        """Fill ``target`` with what ``ask`` names. Raises as `client.Peer.read`.
+
+        ``spare``: see `link.Link.call`.
+        """
 
         def landed(count: int) -> None:
             advance(count)
@@ -117,7 +125,7 @@ class Carrier:
                 stall=self.stall,
             )
         else:
-            session.link.call(ask, target.data, landed)
+            session.link.call(ask, target.data, landed, spare=spare)
 
     def tell(self, count: int, total: int) -> None:
         """Report progress."""
@@ -156,7 +164,7 @@ class ImageLanding:
             self._target = blank(room) if self._wanted is None else self._wanted
         ask = m.Fetch(self._adapter, layout.fingerprint(), list(KNOWN), self._least, room)
         sink = None if self._target is None else self._target.data
-        session.link.call(ask, sink, self._landed, self._on_fetched)
+        session.link.call(ask, sink, self._landed, self._on_fetched, self._spare)
         assert self._manifest is not None
         return self._manifest
 
@@ -188,7 +196,8 @@ class ImageLanding:
                 target = self._carrier.target(packed.nbytes, region, self._wanted)
             ask = m.Read(packed.digest, -1, packed.fingerprint, 0, packed.nbytes)
             verifier = self._verify(target)
-            self._carrier.bring(ask, region, target, verifier.advance, 0, packed.nbytes)
+            total = packed.nbytes
+            self._carrier.bring(ask, region, target, verifier.advance, 0, total, verifier.help)
         times.append(clock())
         assert self._verifier is not None and target is not None
         self._verifier.finish()
@@ -214,8 +223,9 @@ class ImageLanding:
     def _audit(self) -> None:
         """The config, as it is from disk."""
         assert self._manifest is not None
-        limit = self._want.limits.files.config_bytes
-        check_targets(parse_config(self._manifest.config, max_bytes=limit), self._want.layout)
+        config, limit = self._manifest.config, self._want.limits.files.config_bytes
+        known = _audit_once if len(config) <= _KNOWN_BYTES else _audit
+        known(config, limit, self._want.layout)
 
     def _landed(self, count: int) -> None:
         """Bytes that came with the answer. Without an image they are nothing, and stay so."""
@@ -224,16 +234,31 @@ class ImageLanding:
             self._verify(self._target).advance(count)
             self._carrier.tell(count, self._target.nbytes)
 
+    def _spare(self) -> bool:
+        """A piece of checking, while nothing arrives."""
+        return self._verifier is not None and self._verifier.help()
+
     def _verify(self, target: npt.NDArray[np.uint8]) -> ChunkVerifier:
         if self._verifier is None:
             assert self._packed is not None
-            self._verifier = ChunkVerifier(target, self._packed.chunks, KNOWN[self._packed.hash])
+            name, digests = self._packed.hash, self._packed.chunks
+            # A fast hash keeps up with a connection, and the peer may want a core as well.
+            threads = 2 if name == SHA256 or self._session.rails is not None else 1
+            self._verifier = ChunkVerifier(target, digests, KNOWN[name], threads)
         return self._verifier
 
     def close(self) -> None:
         """End what verifies it. Idempotent."""
         if self._verifier is not None:
             self._verifier.close()
+
+
+def _audit(config: bytes, limit: int, layout: SlotLayout) -> None:
+    check_targets(parse_config(config, max_bytes=limit), layout)
+
+
+_audit_once: Final = lru_cache(64)(_audit)
+"""Adapters of one training script have one config; a refusal is not remembered."""
 
 
 def _staged(

@@ -26,21 +26,34 @@ _RECV_BYTES: Final = 256 << 10
 _HEAD_BYTES: Final = 8 << 10
 """Received at a time before a payload: what comes of that too is copied once more."""
 _INTO_BYTES: Final = 1 << 20
+_AHEAD_BYTES: Final = 4 << 20
+"""What may arrive while the last piece is checked."""
+_LATER: Final = getattr(socket, "MSG_MORE", 0)
 _SLICE: Final = struct.pack("@ll", 0, int(SLICE_S * 1e6))
 """A ``struct timeval``."""
+
+
+Spare = Callable[[], bool]
+"""Does a little work; False: there is none."""
 
 
 class Stream(Protocol):
     """A byte stream with deadlines (by the link's clock)."""
 
-    def send(self, data: bytes, deadline: float) -> None:
-        """All of it. Raises StagingError peer-lost, peer-timeout, stage-cancelled."""
+    def send(self, data: bytes, deadline: float, *, later: bool = False) -> None:
+        """All of it. Raises StagingError peer-lost, peer-timeout, stage-cancelled.
+
+        ``later``: with what is sent next, or after the fifth of a second, whichever is first.
+        """
         ...
 
-    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
-        """At least one byte into ``view``; 0 at the end. Raises as `send`.
+    def receive(
+        self, view: memoryview, deadline: float, *, fill: bool = False, spare: Spare | None = None
+    ) -> int:
+        """At least one byte into ``view``; 0 at the end. Raises as `send`, and what ``spare`` does.
 
-        ``fill``: the other end owes as much as ``view`` takes; wait a slice for it.
+        ``fill``: the other end owes as much as ``view`` takes; wait a slice for it. ``spare``:
+        called while nothing is there, for as long as it has done something.
         """
         ...
 
@@ -110,29 +123,46 @@ class SocketStream:
         user_timeout = max(1, int(stall * 1000))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
         self._poll = select.poll()
+        # Makes room for as much, so that a pause here is none over there, and unlike SO_RCVBUF
+        # leaves it to the system to make more.
+        self._low_water = 0
+        self._wake_at(_AHEAD_BYTES)
+        self._wake_at(1)
 
-    def send(self, data: bytes, deadline: float) -> None:
+    def send(self, data: bytes, deadline: float, *, later: bool = False) -> None:
         """See `Stream.send`."""
-        view = memoryview(data)
+        view, flags = memoryview(data), socket.MSG_DONTWAIT | (_LATER if later else 0)
         while len(view):
             try:
-                view = view[self._socket.send(view, socket.MSG_DONTWAIT) :]
+                view = view[self._socket.send(view, flags) :]
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except OSError as error:
                 raise lost(error) from error
 
-    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
+    def receive(
+        self, view: memoryview, deadline: float, *, fill: bool = False, spare: Spare | None = None
+    ) -> int:
         """See `Stream.receive`."""
-        flags = socket.MSG_WAITALL if fill else 0
+        view, wait = view[:_INTO_BYTES], socket.MSG_WAITALL if fill else 0
+        self._wake_at(len(view) if fill else 1)
         while True:
             self._check(deadline)
             try:
-                return self._socket.recv_into(view[:_INTO_BYTES], 0, flags)
-            except BlockingIOError:  # nothing in this slice
-                continue
+                flags = wait if spare is None else socket.MSG_DONTWAIT
+                return self._socket.recv_into(view, 0, flags)
+            except BlockingIOError:  # nothing there, or in this slice
+                if spare is not None and not spare():
+                    spare = None
             except OSError as error:
                 raise lost(error) from error
+
+    def _wake_at(self, count: int) -> None:
+        """Be woken once ``count`` bytes are there: waking for each segment costs both ends more
+        than moving it."""
+        if count != self._low_water:
+            self._low_water = count
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def renew(self, cancelled: Callable[[], bool] | None) -> None:
         """See `KeptStream.renew`."""
@@ -182,6 +212,8 @@ class Link:
         times: time-outs of the protocol.
         deadline: when everything must be over, by ``clock``.
         clock: monotonic seconds.
+        ahead: where there is no secret, do not wait for the peer's welcome: it comes with the first
+            answer, and one round trip does it all.
 
     Raises (every call):
         StagingError: peer-lost, peer-timeout, stage-cancelled.
@@ -198,17 +230,20 @@ class Link:
         times: Times,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._stream, self._clock, self._deadline = stream, clock, deadline
         self._proto = Wire2Client(nonce, secret, "rota", times, clock())
         self._buffer = memoryview(bytearray(_RECV_BYTES))
         self._landed: Callable[[int], None] | None = None
+        self._spare: Spare | None = None
         self._answered: Callable[[m.Message], None] | None = None
         self.heard = False
         """The peer has said something since this promotion began."""
-        answer = self._run(0)
-        assert isinstance(answer, m.Welcome)
-        self.welcome = answer
+        self.welcome: m.Welcome | None = None
+        if not ahead or secret is not None:
+            self._run(0)
 
     def call(
         self,
@@ -216,22 +251,27 @@ class Link:
         sink: memoryview | None = None,
         landed: Callable[[int], None] | None = None,
         answered: Callable[[m.Message], None] | None = None,
+        spare: Spare | None = None,
     ) -> m.Message:
         """The answer to ``message``; of a `Read`, once its payload is whole in ``sink``.
 
         ``answered`` is given the answer before its payload is received, ``landed`` is told how many
-        bytes of that are there so far; what they raise leaves the link unfit for another call.
+        bytes of that are there so far, ``spare`` uses the time in which none come; what they raise
+        leaves the link unfit for another call.
         """
-        self._landed, self._answered = landed, answered
+        self._landed, self._answered, self._spare = landed, answered, spare
         try:
             return self._run(self._proto.request(message, self._clock(), sink), sink is not None)
         finally:
-            self._landed = self._answered = None  # they hold what is landing
+            self._landed = self._answered = self._spare = None  # they hold what is landing
 
     def say(self, message: m.Message) -> None:
-        """Ask without waiting for the answer, which is dropped when it comes."""
+        """Ask, soon, without waiting for the answer, which is dropped when it comes.
+
+        Sent at once it would wake the peer just when the caller has what it came for.
+        """
         self._proto.request(message, self._clock())
-        self._flush()
+        self._stream.send(self._proto.data_to_send(), self._until(), later=True)
 
     def renew(self, stream: KeptStream, deadline: float) -> bool:
         """Ready for another promotion over ``stream`` (the link's own) until ``deadline``.
@@ -274,6 +314,10 @@ class Link:
                 if isinstance(event, Received):
                     if isinstance(event.message, m.Refused):
                         raise raised(event.message)
+                    if isinstance(event.message, m.Welcome):
+                        self.welcome = event.message
+                        if request:
+                            continue
                     answer = event.message
                     if self._answered is not None:
                         self._answered(answer)
@@ -288,7 +332,7 @@ class Link:
                 count = self._stream.receive(view, self._until())
                 self.heard |= count > 0
                 self._proto.receive_data(view[:count])
-            elif count := self._stream.receive(view, self._until(), fill=True):
+            elif count := self._stream.receive(view, self._until(), fill=True, spare=self._spare):
                 finished = self._proto.landed(count, self._clock())
                 self._tell()
                 if finished is not None and answer is not None:

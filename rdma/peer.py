@@ -2,42 +2,39 @@
 
 Control over TCP; bytes by the same connection, or by one-sided reads where both ends have verbs.
 
-What it owns: the listening socket and one task a connection. Invariants: the loop never blocks
-(disk and packing run on threads, sockets are non-blocking); connections, requests, memory and time
-are bounded; a client that is slow, silent, hostile or gone costs only its own connection; `stop`
-ends everything within its grace.
+What it owns: the listening socket, and the threads that serve its clients. Each thread waits for a
+client and then serves it (`serving.Serving`), so that no question changes threads; one more than
+there are clients always waits. Invariants: the event loop never waits for a client, the disk or a
+lock that is held over either; connections, requests, memory and time are bounded; a client that is
+slow, silent, hostile or gone costs only its own connection; `stop` ends everything within its
+grace.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import secrets
-import select
 import socket
-import time
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 import anyio
-import anyio.abc
-import anyio.from_thread
 import anyio.to_thread
 
-from ..errors import CapacityError, RotaError, WireError
-from .desk import Desk, Rails, refusal
+from ..errors import CapacityError, WireError
+from .desk import Desk, Rails
 from .desk1 import Desk1, PreparedRails
-from .frames2 import Received, Times
+from .frames2 import Times
+from .serving import Serving, say_no
 from .store import Registrar, Store, StoreLimits
-from .wire1 import Wire1Server
-from .wire2 import Wire2Server
 
 log = logging.getLogger("rota.rdma.peer")
-_RECV_BYTES: Final = 64 << 10
-_SEND_BYTES: Final = 1 << 20
-_SLICE_S: Final = 0.05
+_SPARE: Final = 4
+"""Threads that wait for a client at most; more of them end when their client goes."""
+_BACKLOG: Final = 64
 
 
 class VerbsHost(Rails, PreparedRails, Registrar, Protocol):
@@ -50,7 +47,8 @@ class VerbsHost(Rails, PreparedRails, Registrar, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """Bounds of a peer: clients at once, threads for disk and packing, seconds, and the store's."""
+    """Bounds of a peer: clients at once (each has a thread), how many of their questions may use
+    the disk or pack at once, generations a client may hold, seconds, and the store's."""
 
     connections: int = 64
     workers: int = 4
@@ -66,7 +64,7 @@ class WeightPeer:
         directories: the only ones ever opened.
         secret: shared with the engines, or ``None`` to serve anyone who can connect.
         limits: bounds.
-        verbs: a device for one-sided reads, or ``None`` for TCP alone; closed by `close`.
+        verbs: a device for one-sided reads, or ``None`` for TCP alone; closed by `serve`.
         version1: understand version-1 clients too (needs verbs, and no secret).
     """
 
@@ -83,263 +81,192 @@ class WeightPeer:
         self._secret, self._verbs = secret, verbs
         self._version1 = version1 and verbs is not None and secret is None
         self.store = Store(directories, self.limits.store, verbs)
+        self._permits = threading.Semaphore(self.limits.workers)
+        # Held for a few instructions at a time: it guards the four that follow.
+        self._changed = threading.Condition()
         self._counts: dict[str, int | float] = dict.fromkeys(
             ("connections", "connections_now", "refused", "requests", "bytes_sent", "errors"), 0
         )
-        self._waiting: set[anyio.CancelScope] = set()
-        self._senders = anyio.CapacityLimiter(self.limits.connections)
-        self._stopping = anyio.Event()
+        self._serving: set[Serving] = set()
+        self._threads: set[threading.Thread] = set()
+        self._spare = 0
+        self._stopping = threading.Event()
+        self._told_to_stop = anyio.Event()
         self._listener: socket.socket | None = None
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
         """Bind; (host, port) as bound. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=64)
-        self._listener.setblocking(False)
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def counters(self) -> dict[str, int | float]:
         """Counters of connections and bytes; `Store.counters` has the rest."""
-        return dict(self._counts)
+        with self._changed:
+            return dict(self._counts)
 
     async def serve(self, *, grace_s: float = 5.0) -> None:
         """Serve until `stop`; then idle clients go at once and busy ones within ``grace_s``."""
         assert self._listener is not None, "listen first"
-        limiter = anyio.CapacityLimiter(self.limits.workers)
+        with self._changed:
+            self._hire(self._listener)
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._accept, group, limiter)
-                await self._stopping.wait()
-                group.cancel_scope.deadline = anyio.current_time() + grace_s
+            await self._told_to_stop.wait()
+            await anyio.to_thread.run_sync(self._wait, grace_s, abandon_on_cancel=True)
         finally:
-            self._listener.close()
-            self.store.close()
-            if self._verbs is not None:
-                self._verbs.close()
-            log.info("peer stopped: %s", self._counts)
+            self.stop()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._end)
+            log.info("peer stopped: %s", self.counters())
 
     def stop(self) -> None:
-        """Take no more; called on the loop."""
+        """Take no more; called on the loop. Idempotent."""
+        if self._listener is None or self._stopping.is_set():
+            return
         self._stopping.set()
-        for scope in list(self._waiting):
-            scope.cancel()
+        self._told_to_stop.set()
+        with self._changed:
+            for one in self._serving:
+                one.leave()
+        _wake(self._listener)
 
-    async def _accept(self, group: anyio.abc.TaskGroup, limiter: anyio.CapacityLimiter) -> None:
+    # -- ending, on a thread that is not the loop's
+
+    def _wait(self, grace_s: float) -> None:
+        """Until every client has gone, ``grace_s`` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._serving, grace_s)
+
+    def _end(self) -> None:
+        """Cut off who is still there, and free everything."""
         assert self._listener is not None
-        while await self._readable(self._listener, None):
-            try:
-                client, _ = self._listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                log.warning("accept failed: %s", error)
-                await anyio.sleep(0.1)  # out of descriptors: let some close
-                continue
-            client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._counts["connections_now"] >= self.limits.connections:
-                self._counts["refused"] += 1
-                self._turn_away(client)
-                continue
-            self._counts["connections"] += 1
-            self._counts["connections_now"] += 1
-            group.start_soon(self._connection, client, limiter)
+        with self._changed:
+            left = list(self._threads)
+            for one in self._serving:
+                one.cut()
+        for thread in left:
+            thread.join()
+        self._listener.close()
+        self.store.close()
+        if self._verbs is not None:
+            self._verbs.close()
 
-    async def _readable(self, sock: socket.socket, deadline: float | None) -> bool:
-        """Wait for bytes or a client; False once the peer is stopping. Raises TimeoutError."""
-        if self._stopping.is_set():
-            return False
-        with anyio.CancelScope(deadline=math.inf if deadline is None else deadline) as scope:
-            self._waiting.add(scope)
+    # -- the threads
+
+    def _hire(self, listener: socket.socket) -> None:
+        """One more thread that waits for a client (under the lock, so that it starts when it is
+        known). Raises RuntimeError: the system has no more."""
+        made = threading.Thread(target=self._work, args=(listener,), name="rota-peer", daemon=True)
+        made.start()
+        self._threads.add(made)
+        self._spare += 1
+
+    def _hire_if_possible(self, listener: socket.socket) -> None:
+        try:
+            self._hire(listener)
+        except RuntimeError as error:
+            log.warning("%s: the next client waits until one of these goes", error)
+
+    def _work(self, listener: socket.socket) -> None:
+        try:
+            while (client := self._next(listener)) is not None:
+                self._serve(client)
+                with self._changed:
+                    if self._spare >= _SPARE:
+                        return
+                    self._spare += 1
+        finally:
+            with self._changed:
+                self._threads.discard(threading.current_thread())
+
+    def _next(self, listener: socket.socket) -> socket.socket | None:
+        """A client to serve; ``None`` once the peer is stopping."""
+        while not self._stopping.is_set():
             try:
-                await anyio.wait_readable(sock)
-            finally:
-                self._waiting.discard(scope)
-        if not scope.cancelled_caught:
-            return True
-        if self._stopping.is_set():
-            return False
-        raise TimeoutError("nothing came in time")
+                client, _ = listener.accept()
+            except OSError as error:
+                if not self._stopping.is_set():
+                    log.warning("accept failed: %s", error)
+                    self._stopping.wait(0.1)  # out of descriptors: let some close
+                continue
+            with self._changed:
+                welcome = self._counts["connections_now"] < self.limits.connections
+                if welcome:
+                    self._counts["connections"] += 1
+                    self._counts["connections_now"] += 1
+                    self._spare -= 1
+                    if not self._spare:
+                        self._hire_if_possible(listener)
+                else:
+                    self._counts["refused"] += 1
+            if welcome:
+                return client
+            self._turn_away(client)
+        return None
 
     def _turn_away(self, client: socket.socket) -> None:
-        proto = Wire2Server(secrets.token_bytes(32), None, self.limits.times, 0.0)
         busy = CapacityError(
             "the peer has all the clients it takes",
             code="peer-busy",
             expected=self.limits.connections,
             retry_after_s=1.0,
         )
-        proto.reply(0, refusal(busy), 0.0)
-        try:
-            client.send(proto.data_to_send())
-        except OSError:
-            pass
-        client.close()
+        with client:
+            say_no(client, busy, self.limits.times)
 
-    async def _connection(self, client: socket.socket, limiter: anyio.CapacityLimiter) -> None:
+    def _serve(self, client: socket.socket) -> None:
         desk = Desk(self.store, self._verbs, self.counters, max_open=self.limits.max_open)
+        one: Serving | None = None
         try:
-            await _Connection(self, client, desk, limiter).run()
+            one = self._started(client, desk)
+            one.run()
         except (WireError, TimeoutError) as error:
-            self._counts["errors"] += 1
+            self._count("errors", 1)
             log.warning("connection ended: %s", str(error) or "nothing moved in time")
         except OSError as error:
             log.info("connection lost: %s", error)
         except Exception:  # a bug here costs one connection, not the peer
-            self._counts["errors"] += 1
+            self._count("errors", 1)
             log.exception("a connection broke a rule of the peer itself")
         finally:
             client.close()
             try:
-                with anyio.CancelScope(shield=True):
-                    # Off the loop: closing may free and unregister much memory.
-                    await anyio.to_thread.run_sync(desk.close)
+                desk.close()
             finally:
-                # Only now: until then its queue pairs and leases are there.
-                self._counts["connections_now"] -= 1
+                with self._changed:
+                    # Only now: until then its queue pairs and leases are there.
+                    self._counts["connections_now"] -= 1
+                    if one is not None:
+                        self._serving.discard(one)
+                    self._changed.notify_all()
 
-
-class _Connection:
-    """One client: its socket, its protocol, its desk."""
-
-    def __init__(
-        self, peer: WeightPeer, client: socket.socket, desk: Desk, limiter: anyio.CapacityLimiter
-    ) -> None:
-        self._peer, self._socket, self._desk, self._limiter = peer, client, desk, limiter
-        self._times = peer.limits.times
-
-    async def run(self) -> None:
-        first = await self._receive(anyio.current_time() + self._times.handshake)
-        if not first:
-            return
-        if first[:4] != b"rota"[: len(first)] and self._peer._version1:
-            await self._run1(first)
-            return
-        now = anyio.current_time()
-        proto = Wire2Server(
-            secrets.token_bytes(32),
-            self._peer._secret,
-            self._times,
-            now,
-            verbs=self._peer._verbs is not None,
+    def _started(self, client: socket.socket, desk: Desk) -> Serving:
+        verbs = self._verbs
+        one = Serving(
+            client,
+            desk,
+            self._secret,
+            self.limits.times,
+            self._permits,
+            self._count,
+            verbs=verbs is not None,
+            desk1=partial(Desk1, self.store, verbs) if verbs and self._version1 else None,
         )
-        data = first
-        while True:
-            proto.receive_data(data)
-            try:
-                for event in proto.events(anyio.current_time()):
-                    if isinstance(event, Received):
-                        await self._answer(proto, event)
-                await self._send(proto.data_to_send())
-            except WireError as error:
-                await self._say_goodbye(error)
-                raise
-            if proto.ended:
-                return
-            received = await self._receive(proto.timeout_at())
-            if received is None:  # stopping, and nothing is asked
-                return
-            data = received
+        with self._changed:
+            self._serving.add(one)
+            if self._stopping.is_set():
+                one.leave()
+        return one
 
-    async def _receive(self, deadline: float | None) -> bytes | None:
-        """Bytes; empty at the end; ``None`` when the peer is stopping. Raises TimeoutError."""
-        while await self._peer._readable(self._socket, deadline):
-            try:
-                return self._socket.recv(_RECV_BYTES)
-            except BlockingIOError:
-                continue
-        return None
-
-    async def _answer(self, proto: Wire2Server, event: Received) -> None:
-        self._peer._counts["requests"] += 1
-        answer = self._desk.at_once(event.message)
-        if answer is None:
-            answer = await anyio.to_thread.run_sync(
-                self._desk.handle, event.message, limiter=self._limiter
-            )
-        now = anyio.current_time()
-        payload = answer.payload
-        proto.reply(event.request, answer.message, now, 0 if payload is None else len(payload))
-        await self._send(proto.data_to_send())
-        if payload is not None:
-            await self._send_payload(payload)
-            proto.payload_sent(len(payload), anyio.current_time())
-
-    async def _send(self, data: bytes | memoryview) -> None:
-        """Everything, as long as some of it moves within the stall time. Raises TimeoutError."""
-        view = memoryview(data)
-        while len(view):
-            try:
-                count = self._socket.send(view[:_SEND_BYTES])
-            except BlockingIOError:
-                with anyio.fail_after(self._times.stall):
-                    await anyio.wait_writable(self._socket)
-                continue
-            self._peer._counts["bytes_sent"] += count
-            view = view[count:]
-            await anyio.lowlevel.checkpoint()
-
-    async def _send_payload(self, payload: memoryview) -> None:
-        """Large ones from a thread: a loop's turn for each piece the socket takes costs more than
-        sending it."""
-        if len(payload) <= _SEND_BYTES:
-            await self._send(payload)
-            return
-        sent = [0]
-        try:
-            await anyio.to_thread.run_sync(
-                _pump, self._socket, payload, self._times.stall, sent, limiter=self._peer._senders
-            )
-        finally:
-            self._peer._counts["bytes_sent"] += sent[0]
-
-    async def _say_goodbye(self, error: RotaError) -> None:
-        """Tell the client why, as far as the socket takes it at once."""
-        proto = Wire2Server(bytes(32), None, self._times, 0.0)
-        proto.reply(0, refusal(error), 0.0)
-        try:
-            self._socket.send(proto.data_to_send())
-        except OSError:
-            pass
-
-    async def _run1(self, first: bytes) -> None:
-        verbs = self._peer._verbs
-        assert verbs is not None
-        proto, desk = Wire1Server(), Desk1(self._peer.store, verbs)
-        data = first
-        try:
-            while True:
-                proto.receive_data(data)
-                for event in proto.events():
-                    await anyio.to_thread.run_sync(desk.handle, proto, event, limiter=self._limiter)
-                await self._send(proto.data_to_send())
-                limit = self._times.idle if desk.connected else self._times.handshake
-                received = await self._receive(anyio.current_time() + limit)
-                if not received:
-                    return
-                data = received
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(desk.close)
+    def _count(self, name: str, more: int) -> None:
+        with self._changed:
+            self._counts[name] += more
 
 
-def _pump(sock: socket.socket, payload: memoryview, stall: float, sent: list[int]) -> None:
-    """Send it all, on a worker thread; ``sent[0]`` counts. Ends early when its task is cancelled.
-
-    Raises:
-        TimeoutError: nothing moved for ``stall`` seconds.
-    """
-    poll = select.poll()
-    poll.register(sock, select.POLLOUT)
-    moved = time.monotonic()
-    while sent[0] < len(payload):
-        anyio.from_thread.check_cancelled()
-        try:
-            sent[0] += sock.send(payload[sent[0] :])
-        except BlockingIOError:
-            if time.monotonic() - moved > stall:
-                raise TimeoutError("nothing moved in time") from None
-            poll.poll(_SLICE_S * 1000)
-        else:
-            moved = time.monotonic()
+def _wake(listener: socket.socket) -> None:
+    """Every thread that waits in ``accept`` gets an error at once."""
+    try:
+        listener.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

@@ -22,7 +22,7 @@ from .secret_file import read_secret
 from .store import StoreLimits
 from .verbs import open_host
 
-MAX_CONNECTIONS = 65536
+MAX_CONNECTIONS = 4096
 MIN_BUDGET_GB, MAX_BUDGET_GB = 0.001, 65536
 
 
@@ -49,7 +49,9 @@ def add_peer_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--secret-file", type=Path, help="file with the secret engines must prove (no default)"
     )
     parser.add_argument("--budget-gb", type=float, default=8.0, help="memory for adapters (8)")
-    parser.add_argument("--connections", type=int, default=64, help="clients at once (64)")
+    parser.add_argument(
+        "--connections", type=int, default=64, help="clients at once, a thread each (64)"
+    )
     parser.add_argument(
         "--rdma-device",
         metavar="NAME[:GID],...",

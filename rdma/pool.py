@@ -153,6 +153,8 @@ class PeerPool:
         """Take out what is too old or too many (under the lock; closed after it)."""
         now = self._clock()
         count = sum(map(len, self._kept.values()))
+        if count <= self._keep and all(o.until > now for many in self._kept.values() for o in many):
+            return
         for one, key in sorted(
             ((one, key) for key, many in self._kept.items() for one in many),
             key=lambda item: item[0].until,

@@ -8,7 +8,6 @@ layout. Safe for many threads; calls may block on the disk.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,11 +26,9 @@ from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StageLimits, stage
 from .hashes import KNOWN, chunk_digests
 from .layouts import DigestedAdapter, HeldSource
-from .messages import MAX_IDS
+from .messages import MAX_IDS, Packed
 from .region import Region
-
-_YOUNG_NS = 2_000_000_000
-"""A file changed this recently may change again within one tick of its time stamp."""
+from .stamps import Row, Watch, stamps_of
 
 
 class Registrar(Protocol):
@@ -58,12 +55,15 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedImage:
-    """One image, in a region of its own, and the digests of its chunks by hash."""
+    """One image, in a region of its own, and the digests of its chunks by hash. Nothing of it
+    changes; what is reckoned twice at once is the same."""
 
     region: Region
     image: SlotImage
     report: LoadReport
     digests: dict[str, bytes] = field(default_factory=dict)
+    told: dict[str, Packed] = field(default_factory=dict)
+    """What clients are told of it, by the hash; its region aside."""
 
     def chunks(self, name: str) -> bytes:
         """See `hashes.chunk_digests`; reckoned when first asked for."""
@@ -88,17 +88,14 @@ class Generation:
     pack_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-Signature = tuple[tuple[str, int, int, int, int], ...]
-
-
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One id: its directory, its current generation, and the files' stamps when it was read."""
+    """One id: its directory, its current generation, and whether that is still what is there."""
 
     path: Path
+    watch: Watch
     lock: threading.Lock = field(default_factory=threading.Lock)
     current: Generation | None = None
-    signature: Signature | None = None
     count: int = 0
 
 
@@ -131,7 +128,7 @@ class Store:
             )
         self.limits = StoreLimits() if limits is None else limits
         self._registrar, self._clock_ns = registrar, clock_ns
-        self._places = {name: _Place(path) for name, path in directories.items()}
+        self._places = {n: _Place(path, Watch(path)) for n, path in directories.items()}
         self._lock = threading.RLock()
         self._live: set[Generation] = set()
         self._used_bytes = self._ticks = 0
@@ -170,8 +167,7 @@ class Store:
                 "no adapter of this id is served", code="unknown-adapter", subject=adapter[:200]
             )
         with place.lock:
-            now = self._stamps(place.path)
-            if place.current is None or now is None or now != place.signature:
+            if place.current is None or not place.watch.unchanged(self._clock_ns()):
                 self._refresh(adapter, place)
             generation = place.current
             assert generation is not None
@@ -190,11 +186,6 @@ class Store:
             place = self._places[generation.adapter]
             if not generation.leases and place.current is not generation:
                 self._drop(generation)
-
-    def is_current(self, generation: Generation) -> bool:
-        """Releasing it frees nothing. (Should its files change in that very moment, the release
-        frees them where it is called.)"""
-        return self._places[generation.adapter].current is generation
 
     def packed(self, generation: Generation, fingerprint: str) -> PackedImage | None:
         """The leased generation's image for a layout known by its fingerprint, if it has one."""
@@ -240,34 +231,17 @@ class Store:
         """Free everything; leases are the caller's to have given back."""
         with self._lock:
             for place in self._places.values():
-                place.current = place.signature = None
+                place.current = None
             for generation in list(self._live):
                 self._drop(generation)
 
     # -- reading
 
-    def _stamps(self, path: Path) -> Signature | None:
-        """Name, size, times and inode of the adapter's files; ``None`` when too young to trust."""
-        rows, now = [], self._clock_ns()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if not belongs(entry.name):
-                        continue
-                    status = entry.stat()
-                    if now - max(status.st_mtime_ns, status.st_ctime_ns) < _YOUNG_NS:
-                        return None
-                    times = status.st_mtime_ns, status.st_ctime_ns
-                    rows.append((entry.name, status.st_size, *times, status.st_ino))
-        except OSError:
-            return None
-        return tuple(sorted(rows))
-
     def _refresh(self, adapter: str, place: _Place) -> None:
         raw, stamps = self._read(place.path)
         digest = raw.digest()
         if place.current is not None and place.current.digest == digest:
-            place.signature = stamps
+            place.watch.trust(stamps)
             return
         config = parse_config(raw.config, max_bytes=self.limits.files.config_bytes)
         del config  # only that it is one: what a layout asks of it is checked when it is packed
@@ -286,19 +260,20 @@ class Store:
         with self._lock:
             place.count += 1
             made = Generation(adapter, place.count, held, digest, tuple(regions))
-            old, place.current, place.signature = place.current, made, stamps
+            old, place.current = place.current, made
+            place.watch.trust(stamps)
             self._live.add(made)
             self._counts["reloads" if old is not None else "loads"] += 1
             if old is not None and not old.leases:
                 self._drop(old)
 
-    def _read(self, path: Path) -> tuple[RawAdapter, Signature | None]:
+    def _read(self, path: Path) -> tuple[RawAdapter, tuple[Row, ...] | None]:
         """All files as they were at one moment (same stamps before and after)."""
         for _ in range(self.limits.attempts):
             before = self._exact(path)
             config, shards = read_directory(path, self.limits.files)
             if self._exact(path) == before:
-                return RawAdapter(config, shards), self._stamps(path)
+                return RawAdapter(config, shards), stamps_of(path, self._clock_ns())
         raise StagingError(
             "the adapter's files change while they are read",
             code="adapter-changing",
@@ -363,7 +338,7 @@ class Store:
                 continue
             try:
                 if place.current is generation:
-                    place.current = place.signature = None
+                    place.current = None
                 self._drop(generation)
                 self._counts["evictions"] += 1
             finally:

@@ -6,7 +6,9 @@ What it owns: its threads. Invariant: nothing is called good before every byte o
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,8 @@ from .background import digest_pool
 from .hashes import Hash
 from .messages import CHUNK_BYTES
 
-_HASHERS = 2
+_BEHIND: Final = 1
+"""Chunks that may wait for a thread before the caller takes one."""
 
 
 def _mismatch(expected: str, found: str, what: str) -> StagingError:
@@ -31,43 +34,64 @@ def _mismatch(expected: str, found: str, what: str) -> StagingError:
 
 class ChunkVerifier:
     """Checks ``array`` (uint8 ``[n]``) against ``digests`` (of 32 bytes, by ``hash_``, one for each
-    `CHUNK_BYTES`); the last chunk on the caller's thread, the others beside it."""
+    `CHUNK_BYTES`).
 
-    def __init__(self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash) -> None:
-        self._array, self._digests, self._hash = array, digests, hash_
-        # Its threads start with the first chunk given to it: an image of one needs none.
-        self._pool = digest_pool(_HASHERS, "rota-verify")
-        self._checks: list[Future[None]] = []
+    Chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
+    others too when they fall behind, while nothing arrives (`help`) and in the end.
+    """
+
+    def __init__(
+        self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash, threads: int = 2
+    ) -> None:
+        self._array, self._digests, self._hash, self._threads = array, digests, hash_, threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[int] = deque()
+        self._checks: deque[Future[object]] = deque()
         self._next = 0
 
     def advance(self, count: int) -> None:
         """The first ``count`` bytes are there. Raises StagingError digest-mismatch, early."""
-        last = (self._array.nbytes - 1) // CHUNK_BYTES * CHUNK_BYTES
-        while self._next < last and self._next + CHUNK_BYTES <= count:
-            self._checks.append(self._pool.submit(self._check, self._next // CHUNK_BYTES))
-            self._next += CHUNK_BYTES
+        whole = count == self._array.nbytes
+        end = -(-count // CHUNK_BYTES) if whole else count // CHUNK_BYTES
+        for chunk in range(self._next, end):
+            self._waiting.append(chunk)
+            if not whole:
+                if self._pool is None:
+                    self._pool = digest_pool(self._threads, "rota-verify")
+                self._checks.append(self._pool.submit(self._check))
+        self._next = max(self._next, end)
         while self._checks and self._checks[0].done():
-            self._checks.pop(0).result()
+            self._checks.popleft().result()
 
-    def finish(self) -> None:
-        """Wait for every chunk. Raises StagingError digest-mismatch."""
-        self.advance(self._array.nbytes)
-        if self._array.nbytes:
-            self._check(self._next // CHUNK_BYTES)
-        for check in self._checks:
-            check.result()
-        self._checks.clear()
+    def help(self) -> bool:
+        """Check a chunk if the threads are behind. Raises StagingError digest-mismatch."""
+        return len(self._waiting) > _BEHIND and self._check()
 
-    def close(self) -> None:
-        """End the threads, whatever they still had to do. Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _check(self, chunk: int) -> None:
+    def _check(self) -> bool:
+        """Check one that waits, if there is one."""
+        try:
+            chunk = self._waiting.popleft()
+        except IndexError:
+            return False
         start = chunk * CHUNK_BYTES
         found = self._hash(self._array[start : start + CHUNK_BYTES])
         wanted = self._digests[32 * chunk : 32 * chunk + 32]
         if found != wanted:
             raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")
+        return True
+
+    def finish(self) -> None:
+        """Until every chunk is checked. Raises StagingError digest-mismatch."""
+        self.advance(self._array.nbytes)
+        while self._check():
+            pass
+        while self._checks:
+            self._checks.popleft().result()
+
+    def close(self) -> None:
+        """End the threads, whatever they still had to do. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class WholeVerifier:

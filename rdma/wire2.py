@@ -2,9 +2,11 @@
 
 The handshake is Hello, Challenge, Prove, Welcome: each end proves the shared secret by HMAC-SHA256
 over both nonces, and from then on every header and body carries a tag under a key made of both.
-Then the client asks and the peer answers, each question by its id; `ANSWERS` says with what.
+Then the client asks and the peer answers, each question by its id; `ANSWERS` says with what. A
+client without a secret knows its whole part beforehand and may say it, and its questions, at once.
 
-What it owns: whose turn it is. Invariants: no request before Welcome; no answer without a request;
+What it owns: whose turn it is. Invariants: no request before Welcome where there is a secret, and
+no answer before it in any case; no answer without a request;
 a payload is exactly as long as was asked; nothing waits without a deadline.
 """
 
@@ -46,6 +48,7 @@ class Wire2Client(Wire2):
         super().__init__(times, now)
         self._nonce, self._secret = nonce, secret
         self._server_nonce: bytes | None = None
+        self._proved = False
         self._asked: dict[int, type[m.Message]] = {}
         self._sinks: dict[int, memoryview] = {}
         self._landing: tuple[int, memoryview] | None = None
@@ -59,19 +62,23 @@ class Wire2Client(Wire2):
         or that of a `Fetch`, should one come.
 
         Raises:
-            WireError: wire-closed; wire-unexpected before Welcome; or the error that came before.
+            WireError: wire-closed; wire-unexpected before Welcome, if there is a secret; or the
+                error that came before.
         """
         self._check_alive()
-        if not self.welcomed:
+        if not self.welcomed and self._secret is not None:
             raise WireError("a request before the handshake is done", code="wire-unexpected")
         if isinstance(message, m.Read) and (sink is None or len(sink) != message.nbytes):
             raise WireError("the sink is not as long as the read", code="wire-payload-length")
+        if not self.welcomed:
+            self._prove(b"")
         request, self._next = self._next, self._next % 0xFFFFFFFF + 1
         self._queue(request, message)
         self._asked[request] = type(message)
         if sink is not None:
             self._sinks[request] = sink
-        self._deadline = now + self.times.reply
+        if self.welcomed:  # until then the handshake's time runs
+            self._deadline = now + self.times.reply
         return request
 
     def landing(self) -> memoryview | None:
@@ -124,7 +131,7 @@ class Wire2Client(Wire2):
         elif not self.welcomed:
             self._handshake(request, message)
             if self.welcomed:
-                self._deadline = None
+                self._deadline = now + self.times.reply if self._asked else None
                 yield Received(request, message)
         elif request in self._asked and type(message) is m.ANSWERS[self._asked[request]]:
             del self._asked[request]
@@ -156,7 +163,7 @@ class Wire2Client(Wire2):
             mac = b""
             if self._secret is not None:
                 mac = prove(self._secret, b"client", self._nonce, message.nonce)
-            self._queue(0, m.Prove(mac))
+            self._prove(mac)
         elif request == 0 and isinstance(message, m.Welcome) and self._server_nonce is not None:
             if self._secret is not None:
                 wanted = prove(self._secret, b"server", self._nonce, self._server_nonce)
@@ -168,6 +175,12 @@ class Wire2Client(Wire2):
             raise self._fail(
                 "wire-unexpected", "not a step of the handshake", None, type(message).__name__
             )
+
+    def _prove(self, mac: bytes) -> None:
+        """Once."""
+        if not self._proved:
+            self._proved = True
+            self._queue(0, m.Prove(mac))
 
 
 class Wire2Server(Wire2):

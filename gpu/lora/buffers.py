@@ -18,5 +18,5 @@ PAGE: Final = 4096
 def blank(nbytes: int) -> npt.NDArray[np.uint8]:
     """Uninitialised uint8 ``[nbytes]``. Raises MemoryError."""
     whole = np.empty(nbytes + PAGE, np.uint8)
-    start = -int(whole.ctypes.data) % PAGE
+    start = -int(whole.__array_interface__["data"][0]) % PAGE
     return whole[start : start + nbytes]

@@ -156,7 +156,7 @@ class SimulatedLink:
         self.cancelled = cancelled
         return self
 
-    def send(self, data: bytes, deadline: float) -> None:
+    def send(self, data: bytes, deadline: float, *, later: bool = False) -> None:
         self._alive()
         while data:
             size = self.rng.randint(1, 400)
@@ -174,8 +174,17 @@ class SimulatedLink:
                     self.server.payload_sent(size, self.now)
             self._carry(self.server.data_to_send())
 
-    def receive(self, view: memoryview, deadline: float, *, fill: bool = False) -> int:
+    def receive(
+        self,
+        view: memoryview,
+        deadline: float,
+        *,
+        fill: bool = False,
+        spare: Callable[[], bool] | None = None,
+    ) -> int:
         self._alive()
+        if spare is not None and self.rng.random() < 0.5:
+            spare()
         self.now += self.rng.random() / 1000
         if not self.pipe:
             if self.cut:

@@ -7,10 +7,12 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -281,6 +283,50 @@ def test_connections_are_limited(kit: Any, serve: Any, folder: Path) -> None:
     link = connected(running, kit)
     error = refusal(lambda: stage(Peer(running.address, "one", secret=kit.secret), kit.small))
     assert (type(error), error.code) == (CapacityError, "peer-busy") and error.retry_after_s
+    link.close()
+
+
+def test_a_client_costs_one_thread_at_most(kit: Any, serve: Any, folder: Path) -> None:
+    """Idle ones wait for the next client; a few stay when many have gone."""
+    running = serve({"one": folder})
+
+    def threads() -> int:
+        return sum(t.name == "rota-peer" for t in threading.enumerate())
+
+    def settled(most: int) -> None:
+        until = time.monotonic() + 30
+        while running.peer.counters()["connections_now"] or threads() > most:
+            assert time.monotonic() < until
+            threading.Event().wait(0.01)
+
+    source = Peer(running.address, "one", secret=kit.secret)
+    for _ in range(8):
+        stage(source, kit.small)
+    settled(4)
+    links = [connected(running, kit) for _ in range(12)]
+    assert 12 < threads() <= 16
+    for link in links:
+        link.close()
+    settled(4)
+    running.stop()
+    assert threads() == 0
+
+
+def test_the_loop_waits_for_no_lock_of_the_store(kit: Any, serve: Any, folder: Path) -> None:
+    """Whatever a client asks while a thread holds it: here, giving a lease back."""
+    running = serve({"one": folder})
+    link = connected(running, kit)
+    manifest = link.call(m.Open("one"))
+    assert isinstance(manifest, m.Manifest)
+    with running.peer.store._lock:
+        for message in (m.Release(manifest.digest), m.Fetch("one", "0" * 64, ["sha256"], 0, 0)):
+            link._proto.request(message, link._clock())
+        link._flush()
+        for _ in range(3):
+            running.portal.start_task_soon(anyio.lowlevel.checkpoint).result(30)
+        other = connected(running, kit)  # nor does the next client
+        other.close()
+    assert isinstance(link.call(m.Open("one")), m.Manifest)
     link.close()
 
 

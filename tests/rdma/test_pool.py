@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,16 +50,9 @@ def settled(running: Any, **wanted: int) -> None:
 
 def lose_patience(running: Any) -> None:
     """The peer's idle clients have been idle for too long, all at once."""
-
-    async def expire() -> None:
-        with anyio.fail_after(30):
-            while running.peer.counters()["connections_now"]:
-                for scope in list(running.peer._waiting):
-                    if scope.deadline < math.inf:  # not the one that accepts
-                        scope.deadline = anyio.current_time()
-                await anyio.lowlevel.checkpoint()
-
-    running.portal.call(expire)
+    for one in list(running.peer._serving):
+        one.leave()
+    settled(running, connections_now=0)
 
 
 @pytest.mark.parametrize("packed", ["always", "auto", "never"])

@@ -137,6 +137,47 @@ def test_secrets() -> None:
     assert code(move, server, client) == "wire-auth-failed"  # one that accepts any proof
 
 
+def test_without_a_secret_one_flight_does_it_all() -> None:
+    """What the client says needs nothing of the peer's: it is answered in one go, too."""
+    client, server = ends(client_secret=None, server_secret=None)
+    number = client.request(m.ListIds(), 1.0)
+    assert client.timeout_at() == 5  # still the handshake's time
+    assert move(client, server, 1.0) == [Received(number, m.ListIds())]
+    server.reply(number, m.Ids(["a"]), 1.0)
+    data = server.data_to_send()
+    client.receive_data(data)
+    welcome, answer = client.events(2.0)
+    assert type(welcome.message) is m.Welcome  # type: ignore[union-attr]
+    assert answer == Received(number, m.Ids(["a"])) and client.timeout_at() is None
+    # Byte for byte the same frames as one after the other.
+    slow, _ = ends(client_secret=None, server_secret=None)
+    fresh, peer = ends(client_secret=None, server_secret=None)
+    said = b""
+    for _ in range(2):
+        part = fresh.data_to_send()
+        said += part
+        peer.receive_data(part)
+        list(peer.events(0.0))
+        move(peer, fresh)
+    fresh.request(m.ListIds(), 1.0)
+    slow.request(m.ListIds(), 1.0)
+    assert slow.data_to_send() == said + fresh.data_to_send()
+
+
+def test_ahead_of_the_welcome_nothing_is_believed() -> None:
+    client, _ = ends(client_secret=None, server_secret=None)
+    number = client.request(m.ListIds(), 0.0)
+    client.receive_data(frame(6, m.encode(m.Ids(["a"])), request=number))
+    assert code(list, client.events(0.0)) == "wire-unexpected"
+    client, server = ends(client_secret=None)
+    client.request(m.ListIds(), 0.0)
+    assert code(move, client, server) == "wire-auth-failed"  # before the question is looked at
+    assert code(move, server, client) == "wire-auth-required"
+    client, _ = ends(client_secret=None, server_secret=None)
+    client.request(m.ListIds(), 0.0)
+    assert code(client.handle_timeout, 5.0) == "wire-timeout"
+
+
 def test_changed_and_replayed_frames() -> None:
     client, server = shaken()
     client.request(m.Open("sql"), 0.0)

@@ -1,0 +1,99 @@
+"""Checking chunks: on the caller's thread while nothing arrives, else beside it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from rota.errors import StagingError
+from rota.rdma.hashes import KNOWN, chunk_digests
+from rota.rdma.messages import CHUNK_BYTES
+from rota.rdma.verify import ChunkVerifier
+
+
+def threads() -> int:
+    return sum("rota-verify" in t.name for t in threading.enumerate())
+
+
+def image(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+
+
+def verifier(array: np.ndarray, bad: int | None = None) -> ChunkVerifier:
+    digests = bytearray(chunk_digests(array, "sha256"))
+    if bad is not None:
+        digests[32 * bad] ^= 1
+    return ChunkVerifier(array, bytes(digests), KNOWN["sha256"])
+
+
+@pytest.mark.parametrize("nbytes", [1, CHUNK_BYTES, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5])
+@pytest.mark.parametrize("step", [1 << 18, CHUNK_BYTES, 1 << 30])
+def test_all_of_it_is_checked(nbytes: int, step: int) -> None:
+    array = image(nbytes)
+    for bad in (None, *range(-(-nbytes // CHUNK_BYTES))):
+        subject = verifier(array, bad)
+        try:
+            with pytest.raises(StagingError) if bad is not None else nullcontext() as caught:
+                for there in range(step, nbytes, step):
+                    subject.advance(there)
+                subject.finish()
+            if caught is None:
+                continue
+            assert (caught.value.code, caught.value.subject) == ("digest-mismatch", f"chunk {bad}")
+        finally:
+            subject.close()
+
+
+class Gate:
+    """A hash that threads may not finish before it is opened; the caller's is not held up."""
+
+    def __init__(self) -> None:
+        self.open, self.caller = threading.Event(), threading.current_thread()
+        self.by_caller = 0
+
+    def __call__(self, data: np.ndarray) -> bytes:
+        if threading.current_thread() is self.caller:
+            self.by_caller += 1
+        else:
+            assert self.open.wait(30)
+        return KNOWN["sha256"](data)
+
+
+def test_the_caller_helps_when_threads_are_behind() -> None:
+    array, gate = image(5 * CHUNK_BYTES), Gate()
+    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), gate, threads=1)
+    subject.advance(CHUNK_BYTES - 1)
+    assert not subject.help() and threads() == 0  # nothing is whole yet
+    subject.advance(4 * CHUNK_BYTES)
+    assert threads() == 1
+    while subject.help():
+        pass
+    assert 2 <= gate.by_caller <= 3  # one waits, and the thread may have taken one
+    gate.open.set()
+    subject.finish()
+    assert gate.by_caller <= 5
+    subject.close()
+    subject.close()
+    assert threads() == 0
+
+
+def test_an_image_of_one_chunk_needs_no_thread() -> None:
+    array = image(CHUNK_BYTES)
+    subject = verifier(array)
+    subject.advance(CHUNK_BYTES)
+    subject.finish()
+    assert threads() == 0
+    subject.close()
+
+
+def test_wrong_bytes_are_told_while_others_arrive() -> None:
+    array = image(3 * CHUNK_BYTES)
+    subject = verifier(array, bad=0)
+    subject.advance(CHUNK_BYTES)
+    with pytest.raises(StagingError):
+        for there in range(CHUNK_BYTES, 1 << 40):  # the thread will have told it soon
+            subject.advance(min(there, 2 * CHUNK_BYTES))
+    subject.close()
