@@ -96,6 +96,7 @@ def run_peer(args: argparse.Namespace, console: Console) -> int:
     Raises:
         RequestError: a wrong argument; ``bad-secret-file``, ``weak-secret``.
         StagingError: ``cannot-listen``: the port is taken, or the address is nobody's here.
+        DeviceError: a device of ``--rdma-device`` cannot be used (`verbs.open_host`).
     """
     directories = parse_adapters(args.adapters)
     for option, value, least, most in (

@@ -354,16 +354,21 @@ class QueuePair:
 
 
 def open_client(arena_bytes: int, devices: Choice = ANY) -> VerbsClient | None:
-    """Devices with a registered staging arena for `client.Peer`, or ``None`` where one is missing.
+    """Devices with a registered staging arena for `client.Peer`, or ``None`` where there is none.
 
-    ``None`` comes with one log line that says why; then everything goes by TCP.
+    ``None`` comes with one log line that says why; then everything goes by TCP. Who names a device
+    gets it, or an error.
 
     Raises:
         RequestError: bad-verbs-devices.
+        DeviceError, CapacityError: a device that was named cannot be used: verbs-unavailable,
+            no-verbs-device, verbs-failed, host-memory.
     """
     try:
         client, opened = _made_of(devices, partial(VerbsClient, arena_bytes=arena_bytes))
     except (DeviceError, CapacityError) as error:
+        if _named(devices):
+            raise
         log.warning("no RDMA here, adapters come by TCP: %s", error)
         return None
     for device in opened:
@@ -375,16 +380,23 @@ def open_client(arena_bytes: int, devices: Choice = ANY) -> VerbsClient | None:
 
 
 def open_host(devices: Choice = ANY) -> VerbsPeer | None:
-    """Devices for a weight peer, or ``None`` (with one log line) where one is missing.
+    """Devices for a weight peer, or ``None`` (with one log line) where there is none.
 
     Raises:
         RequestError: bad-verbs-devices.
+        DeviceError: as `open_client`.
     """
     try:
         return _made_of(devices, VerbsPeer)[0]
     except DeviceError as error:
+        if _named(devices):
+            raise
         log.warning("no RDMA here, adapters go by TCP: %s", error)
         return None
+
+
+def _named(devices: Choice) -> bool:
+    return any(name is not None for name, _ in devices)
 
 
 def _made_of(devices: Choice, make: Callable[[list[Device]], _T]) -> tuple[_T, list[Device]]:

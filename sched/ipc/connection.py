@@ -25,7 +25,7 @@ from .address import sender_at_once, shut
 from .limits import IpcLimits
 from .outflow import Outflow, Request
 from .session import ServerSession
-from .verbs import Allowed, Uploads, answer, in_thread
+from .verbs import Sources, Uploads, answer, in_thread
 
 _log = logging.getLogger("rota.sched.ipc")
 _RECEIVE = 256 << 10
@@ -58,12 +58,12 @@ class Connection:
         schema: str,
         token: str | None,
         limits: IpcLimits,
-        allowed: Allowed,
+        sources: Sources,
     ) -> None:
         self._engine = engine
         self._stream = stream
         self._limits = limits
-        self._allowed = allowed
+        self._sources = sources
         self._session = ServerSession(schema, limits, token)
         frames = self._session.frames
         self._outflow = Outflow(
@@ -298,7 +298,7 @@ class Connection:
         failure = None
         try:
             with scope:
-                result = await answer(self._engine, verb, self._uploads, self._allowed)
+                result = await answer(self._engine, verb, self._uploads, self._sources)
         except RotaError as error:
             failure = to_failure(error)
         except Exception as error:  # a bug ends the call, not the frontend

@@ -1,8 +1,8 @@
 """The engine's end: listen, accept, and serve each frontend.
 
-Owns the listeners and the connections. Invariants: TCP is served with a token only; a frontend's
-fault ends its own connection and nothing else; when :meth:`IpcServer.serve` ends, every connection
-has ended.
+Owns the listeners, the connections, and those to weight peers that frontends name. Invariants: TCP
+is served with a token only; a frontend's fault ends its own connection and nothing else; when
+:meth:`IpcServer.serve` ends, every connection has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import anyio
@@ -23,7 +24,7 @@ from .address import Address, TcpAddress, keep_alive, listen, parse_address
 from .connection import Connection
 from .framing import Framing
 from .limits import IpcLimits
-from .verbs import Allowed
+from .verbs import Sources
 
 _log = logging.getLogger("rota.sched.ipc")
 
@@ -52,9 +53,7 @@ class IpcServer:
         self._engine = engine
         self._token = token
         self._limits = limits or IpcLimits()
-        self._allowed = Allowed(
-            None if roots is None else tuple(roots), None if peers is None else tuple(peers)
-        )
+        self._sources = Sources(roots, peers)
         self._schema = wire.schema_hash()
         self.connections = 0
 
@@ -75,6 +74,10 @@ class IpcServer:
             raise RequestError(
                 "TCP is served with a token only", code="token-needed", subject=str(where)
             )
+        with closing(self._sources):
+            await self._serve(where, task_status)
+
+    async def _serve(self, where: Address, task_status: anyio.abc.TaskStatus[Address]) -> None:
         async with listen(where) as listeners:
             if isinstance(where, TcpAddress) and where.port == 0:
                 port = listeners[0].extra(anyio.abc.SocketAttribute.local_port)
@@ -109,7 +112,7 @@ class IpcServer:
                 schema=self._schema,
                 token=self._token,
                 limits=self._limits,
-                allowed=self._allowed,
+                sources=self._sources,
             )
             await connection.run()
         except Exception:  # a bug costs one frontend, not the engine

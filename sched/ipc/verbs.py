@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -16,6 +16,9 @@ from ..face import AdapterReply
 from ..paths import allowed_directory
 from ..text.pieces import token_bytes
 from . import wire
+
+if TYPE_CHECKING:
+    from ...rdma.pool import PeerPool
 
 _T = TypeVar("_T")
 _MAX_PIECES = 65_536
@@ -81,42 +84,59 @@ def to_outcome(reply: AdapterReply) -> wire.Outcome:
     return wire.Outcome(*(getattr(reply, name) for name in wire.Outcome.__struct_fields__))
 
 
-def _peer(source: wire.FromPeer, peers: Sequence[str] | None) -> Any:
-    from ...rdma.client import Peer
+class Sources:
+    """What frontends may name, and the connections to weight peers that their promotions share.
 
-    if peers is not None and source.address not in peers:
-        raise CommandError(
-            "the weight peer is not in the allow-list",
-            code="peer-not-allowed",
-            subject=source.address,
+    Owns those; given back by :meth:`close`, when nothing is staged any more.
+
+    Args:
+        roots: directories adapters may be loaded from; ``None``: any.
+        peers: weight peers (``host:port``) that may be named; ``None``: any.
+    """
+
+    def __init__(self, roots: Sequence[str] | None = None, peers: Sequence[str] | None = None):
+        self._roots = None if roots is None else tuple(roots)
+        self._peers = None if peers is None else tuple(peers)
+        self._pool: PeerPool | None = None
+
+    def of(self, source: wire.Source | None, uploads: Uploads) -> Any:
+        """Raises CommandError ``path-not-allowed``, ``peer-not-allowed``, ``bad-upload``."""
+        match source:
+            case None:
+                return None
+            case wire.Place(path):
+                return allowed_directory(path, self._roots)
+            case wire.Uploaded(upload):
+                return uploads.take(upload)
+            case wire.FromPeer():
+                return self._peer(source)
+
+    def _peer(self, source: wire.FromPeer) -> Any:
+        from ...rdma.client import Peer
+        from ...rdma.pool import PeerPool
+
+        if self._peers is not None and source.address not in self._peers:
+            raise CommandError(
+                "the weight peer is not in the allow-list",
+                code="peer-not-allowed",
+                subject=source.address,
+            )
+        if self._pool is None:
+            self._pool = PeerPool()
+        return Peer(
+            source.address,
+            source.adapter,
+            secret=source.secret,
+            packed=source.packed,
+            rails=source.rails,
+            deadline_s=source.deadline_s,
+            pool=self._pool,
         )
-    return Peer(
-        source.address,
-        source.adapter,
-        secret=source.secret,
-        packed=source.packed,
-        rails=source.rails,
-        deadline_s=source.deadline_s,
-    )
 
-
-class Allowed(msgspec.Struct, frozen=True):
-    """What frontends may name: directories under ``roots``, weight peers; ``None``: any."""
-
-    roots: tuple[str, ...] | None = None
-    peers: tuple[str, ...] | None = None
-
-
-def _source(source: wire.Source | None, uploads: Uploads, allowed: Allowed) -> Any:
-    match source:
-        case None:
-            return None
-        case wire.Place(path):
-            return allowed_directory(path, allowed.roots)
-        case wire.Uploaded(upload):
-            return uploads.take(upload)
-        case wire.FromPeer():
-            return _peer(source, allowed.peers)
+    def close(self) -> None:
+        """Hang up; a promotion under way ends its own connection. Idempotent."""
+        if self._pool is not None:
+            self._pool.close()
 
 
 def _needed(source: _T | None) -> _T:
@@ -162,11 +182,11 @@ def _messages(data: bytes) -> Any:
         ) from error
 
 
-async def answer(engine: Any, verb: wire.Verb, uploads: Uploads, allowed: Allowed) -> wire.Answer:
+async def answer(engine: Any, verb: wire.Verb, uploads: Uploads, sources: Sources) -> wire.Answer:
     """Carry out one verb. Raises RotaError."""
     match verb:
         case wire.Adapter():
-            source = _source(verb.source, uploads, allowed)
+            source = sources.of(verb.source, uploads)
             return to_outcome(await _adapter(engine, verb, source))
         case wire.Named():
             return to_outcome(await _named(engine, verb))

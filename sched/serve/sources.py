@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import RotaError
+from ...errors import RequestError, RotaError
 from ...rdma.address import SCHEME, parse_peer_url
 from ...rdma.client import Peer
 from ...rdma.devices import ANY, parse_devices
@@ -31,16 +31,23 @@ class Sources:
         secret_file: of the peers' secret, or ``None``; white space around it does not count.
         arena_bytes: registered memory for one-sided reads; 0 for TCP alone. Without a verbs device
             everything comes by TCP, with one log line.
-        devices: verbs devices, see :func:`~rota.rdma.devices.parse_devices`.
+        devices: verbs devices, see :func:`~rota.rdma.devices.parse_devices`; these must be there.
 
     Raises:
         RequestError: ``bad-secret-file``, ``weak-secret``, ``bad-verbs-devices``.
+        DeviceError, CapacityError: see :func:`~rota.rdma.verbs.open_client`.
     """
 
     def __init__(
         self, secret_file: str | None = None, arena_bytes: int = 0, devices: str | None = None
     ) -> None:
         choice = ANY if devices is None else parse_devices(devices)
+        if devices is not None and not arena_bytes:
+            raise RequestError(
+                "verbs devices need memory to read into (peer_arena_bytes)",
+                code="bad-verbs-devices",
+                subject=devices[:200],
+            )
         self._secret = None if secret_file is None else read_secret(Path(secret_file))
         self._transport: VerbsClient | None = (
             open_client(arena_bytes, choice) if arena_bytes else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_a_model_that_cannot_be_read_judges_nobody(capsys: Any, tmp_path: Path) 
 def test_a_peer_that_cannot_start_says_why(words: list[str], code: str, capsys: Any) -> None:
     assert main(["peer", str(LLAMA / "adapters" / "attn_mlp_r8"), *words]) == 1
     assert f"refused [{code}]" in capsys.readouterr().err
+
+
+def test_a_verbs_device_that_is_named_must_be_there(capsys: Any) -> None:
+    """By no verbs at all, or none of that name; without a name it would serve by TCP."""
+    adapter = str(LLAMA / "adapters" / "attn_mlp_r8")
+    assert main(["peer", adapter, "--rdma-device", "no-such-device0"]) == 1
+    assert re.search(r"refused \[(no-verbs-device|verbs-unavailable)\]", capsys.readouterr().err)
+    serve = ["serve", str(LLAMA / "base"), "--peer-rdma-devices", "no-such-device0"]
+    assert main([*serve, "--peer-arena-bytes", "1048576"]) == 1
+    assert re.search(r"refused \[(no-verbs-device|verbs-unavailable)\]", capsys.readouterr().err)
+    assert main(serve) == 1
+    assert "refused [bad-verbs-devices]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

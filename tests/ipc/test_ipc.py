@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -22,6 +23,7 @@ from rota.errors import (
     StagingError,
     WireError,
 )
+from rota.rdma.peer import WeightPeer
 from rota.sched.ipc.client import Backoff, Client
 from rota.sched.ipc.limits import IpcLimits
 from rota.sched.sim.engine import sim_content, sim_text
@@ -181,6 +183,36 @@ async def test_weight_peers_outside_the_allow_list_are_refused(serving: Any) -> 
         with pytest.raises(StagingError) as nobody:
             await engine.load("x", rota.Peer("127.0.0.1:9", "x", deadline_s=5.0))
         assert nobody.value.code
+
+
+async def test_peers_named_by_frontends_keep_their_connections(
+    serving: Any, tmp_path: Path
+) -> None:
+    """One for all promotions of all frontends, hung up when the serving ends."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    tensors = len(header).to_bytes(8, "little") + header + b"abcd"
+    (folder / "adapter_model.safetensors").write_bytes(tensors)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_bytes(json.dumps(config).encode())
+    answer = sim_text(sim_content(tensors, json.dumps(config).encode()), 1, 8)
+    peer = WeightPeer({"one": folder}, secret=b"a secret of the tests")
+    host, port = peer.listen()
+    source = rota.Peer(f"{host}:{port}", "one", secret=b"a secret of the tests")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(peer.serve)
+        async with serving() as world:
+            for name in ("x", "y"):
+                async with world.connect() as engine:
+                    await engine.load(name, source)
+                    assert await engine.complete([1], name, params()) == answer
+            counts = peer.counters()
+            assert (counts["connections"], counts["connections_now"]) == (1, 1)
+        with anyio.fail_after(20):
+            while peer.counters()["connections_now"]:
+                await anyio.lowlevel.checkpoint()
+        peer.stop()
 
 
 async def test_a_large_adapter_travels_in_chunks(serving: Any) -> None:

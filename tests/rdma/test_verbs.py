@@ -19,6 +19,11 @@ from rota.rdma.peercli import add_peer_parser, parse_adapters, run_peer
 
 from .fabric import MIB, Fabric, FakeDevice
 
+OPENERS: tuple[Callable[[devices.Choice], object], ...] = (
+    lambda choice: verbs.open_client(MIB, choice),
+    verbs.open_host,
+)
+
 
 @pytest.fixture
 def without_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +53,7 @@ def test_devices_by_list() -> None:
         assert caught.value.code == "bad-verbs-devices"
 
 
-@pytest.mark.parametrize("make", [lambda all_: verbs.open_client(MIB, all_), verbs.open_host])
+@pytest.mark.parametrize("make", OPENERS)
 def test_devices_are_closed_when_one_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[devices.Choice], object]
 ) -> None:
@@ -61,7 +66,9 @@ def test_devices_are_closed_when_one_cannot_be_used(
         return opened[-1]
 
     monkeypatch.setattr(verbs, "Device", device)
-    assert make([("a", None), ("b", 3), ("absent", None)]) is None
+    with pytest.raises(DeviceError) as missing:
+        make([("a", None), ("b", 3), ("absent", None)])
+    assert missing.value.code == "no-verbs-device"
     assert len(opened) == 2 and all(one.closed for one in opened)
     with pytest.raises(RequestError) as caught:
         make([(f"d{i}", None) for i in range(9)])
@@ -70,10 +77,24 @@ def test_devices_are_closed_when_one_cannot_be_used(
 
 
 @pytest.mark.usefixtures("without_pyverbs")
-def test_a_named_error_for_who_insists() -> None:
+@pytest.mark.parametrize(
+    "open_", [verbs.Device, *(lambda name, make=make: make([(name, None)]) for make in OPENERS)]
+)
+def test_a_named_error_for_who_insists(open_: Callable[[str], object]) -> None:
     with pytest.raises(DeviceError) as caught:
-        verbs.Device("rxe0")
+        open_("rxe0")
     assert caught.value.code == "verbs-unavailable"
+
+
+@pytest.mark.usefixtures("without_pyverbs")
+def test_no_device_named_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is found: without a name that is TCP, by whatever error it shows."""
+
+    def device(name: str | None, gid_index: int | None) -> FakeDevice:
+        raise DeviceError("none", code="no-verbs-device")
+
+    monkeypatch.setattr(verbs, "Device", device)
+    assert [make(devices.ANY) for make in OPENERS] == [None, None]
 
 
 def test_a_device_here() -> None:
