@@ -30,7 +30,7 @@ GEMM_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``begin..end - 1`` of the step, all of one slot."""
+    """Tokens ``begin..end - 1`` of the step, all of one slot (-1: base, nothing to do)."""
 
     slot: int
     begin: int
@@ -50,11 +50,24 @@ def split_rows(lengths: Sequence[int], slots: Sequence[int]) -> tuple[list[int],
     kernel: list[int] = []
     chunks: list[Chunk] = []
     for count, slot in zip(lengths, slots, strict=True):
-        if slot >= 0 and count >= GEMM_TOKENS:
+        if count >= GEMM_TOKENS:
             chunks.append(Chunk(slot, len(kernel), len(kernel) + count))
             slot = -1
         kernel += [slot] * count
     return kernel, tuple(chunks)
+
+
+def between(chunks: Sequence[Chunk], n: int) -> tuple[int, int]:
+    """The tokens of a step of ``n`` the kernels run over, first and last + 1: all but the chunks it
+    begins and ends with, whose blocks would start only to find that they have nothing to do."""
+    first, last = 0, n
+    for chunk in chunks:
+        if chunk.begin == first:
+            first = chunk.end
+    for chunk in reversed(chunks):
+        if chunk.end == last and chunk.begin >= first:
+            last = chunk.begin
+    return first, last
 
 
 class SlotViews:
@@ -130,22 +143,25 @@ class StepDeltas:
         self._pool, self._views, self._space, self._stream = pool, views, space, stream
         self._plan, self._row_slots, self._chunks = plan, row_slots, chunks
         self._slots, self._experts = slots, experts
+        self._first, self._last = between(chunks, slots.shape[0])
 
     def add(self, layer: int, group: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """See `torch_model.Deltas.add`; both tensors have contiguous columns."""
         launch = None if self._plan is None else self._plan[layer][group]
-        if launch is not None:
+        first, rows = self._first, self._last - self._first
+        if launch is not None and rows > 0:
             launch.apply(
-                x.data_ptr(),
+                x.data_ptr() + first * x.stride(0) * x.element_size(),
                 x.stride(0),
-                out.data_ptr(),
+                out.data_ptr() + first * out.stride(0) * out.element_size(),
                 out.stride(0),
-                self._row_slots,
-                x.shape[0],
+                self._row_slots + 4 * first,
+                rows,
             )
             self._space.join(self._stream)
         for chunk in self._chunks:
-            self._multiply(layer, group, chunk, x, out)
+            if chunk.slot >= 0:
+                self._multiply(layer, group, chunk, x, out)
 
     def add_experts(
         self, layer: int, half: int, x: torch.Tensor, out: torch.Tensor, places: Places

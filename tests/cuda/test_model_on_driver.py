@@ -10,6 +10,7 @@ import torch
 
 from rota.errors import DeviceError
 from rota.gpu.fakecuda.driver import Fault
+from rota.gpu.graphs import bucket_of
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
@@ -32,7 +33,8 @@ CASES = {
     "qwen35_moe": ("experts_router_attn", "all_linear"),
     "qwen35": ("dora", "gdn_all_r4"),
 }
-MIXES = ((0, -1, 1, 0), (-1, 1, 1, 2), (2, 2, 0, -1), (-1, -1, -1, -1))
+MIXES = ((0, -1, 1, 0), (-1, 1, 1, 2), (0, 1, 2, -1), (-1, -1, -1, -1))
+"""The third: as many adapters as there are slots, and a base row."""
 
 
 class Served:
@@ -169,6 +171,24 @@ def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, 
     # One graph with the LoRA kernels in it, one without; each replayed for other adapters since.
     assert here.runner.captured == 2
     assert space.recorded > 2 * 40
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 7])
+def test_any_number_of_rows_has_its_graph_and_no_more_are_made(on_driver, most):
+    """Symptom elsewhere: captures failed below eight sequences, and their cache grew with steps."""
+    here = on_driver("float32", max_sequences=most, num_blocks=3 * most)[0]
+    for seq in range(len(PROMPTS), most):
+        here.runner.open_sequence(seq, PROMPTS[0], SamplingParams())
+    here.commit(0, "attn_mlp_r8")
+    shapes = {(bucket_of(rows), case) for rows in (1, most) for case in ("none", "routed")}
+    for _ in range(3):
+        for rows in sorted({1, most}):
+            for slot in (-1, 0):
+                for start in range(3):
+                    mix = [slot, *[-1] * (rows - 1)]
+                    here.step(mix, [start] * rows, [[5]] * rows)
+    assert here.runner.captured == len(shapes)
+    assert len(here.runner._steps._graphs) == len(shapes)
 
 
 @pytest.mark.parametrize("launch", [1, 2, 5, 9])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from rota.errors import DeviceError, InternalError, RequestError
-from rota.gpu.decorators import Fault, FaultyDevice
+from rota.gpu.decorators import Fault, FaultyDevice, TracingDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
+from rota.gpu.lora.source import DirectorySource
+from rota.gpu.lora.stage import stage
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.sampling import Sampler, SamplingParams
-from rota.gpu.model.torch_deltas import GEMM_TOKENS, split_rows
+from rota.gpu.model.torch_deltas import GEMM_TOKENS, Chunk, between, split_rows
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.gpu.model.torch_sampling import draw
 from rota.gpu.model.torch_step import rows_of_buckets, span_of
@@ -237,7 +241,57 @@ def test_which_tokens_take_which_way():
     g = GEMM_TOKENS
     slots, chunks = split_rows([1, g, g - 1, g, 1], [2, 0, 1, -1, -1])
     assert slots == [2, *[-1] * g, *[1] * (g - 1), *[-1] * g, -1]
-    assert [(c.slot, c.begin, c.end) for c in chunks] == [(0, 1, 1 + g)]
+    assert [(c.slot, c.begin, c.end) for c in chunks] == [(0, 1, 1 + g), (-1, 2 * g, 3 * g)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ([], (0, 90)),
+        ([(0, 20)], (20, 90)),
+        ([(70, 90)], (0, 70)),
+        ([(0, 20), (20, 50), (60, 90)], (50, 60)),
+        ([(10, 80)], (0, 90)),
+        ([(0, 40), (40, 90)], (90, 90)),
+    ],
+)
+def test_the_kernels_run_between_the_chunks(chunks, expected):
+    assert between([Chunk(0, *span) for span in chunks], 90) == expected
+
+
+@pytest.mark.parametrize("long_slot", [-1, 0])
+@pytest.mark.parametrize("long_first", [False, True])
+def test_a_long_prompt_starts_no_blocks_for_its_tokens(data_dir, long_slot, long_first):
+    """Beside rows that decode; elsewhere most of a mixed batch's blocks had nothing to do."""
+    lines: list[str] = []
+    device = TracingDevice(HostDevice(checked=True, allow_foreign=True), lines.append)
+    sizes = {"max_loras": 4, "max_sequences": 8, "max_step_tokens": 128, "num_blocks": 16}
+    runner = load(data_dir, device, max_lora_rank=16, **sizes)
+    source = DirectorySource(data_dir / "oracle" / "llama" / "adapters" / "attn_mlp_r8")
+    for slot in (0, 1):
+        runner.commit(slot, stage(source, runner.layout, base_rows=runner.base_rows).image)
+    seen: list[torch.Tensor] = []
+    runner.logits_sink = lambda seqs, logits: seen.append(logits.float().clone())
+    decodes = [RowInput(seq, 1 if seq % 2 else -1, 0, (7 + seq,), (seq,), True) for seq in range(6)]
+    prompt = tuple((11 * n) % 90 + 5 for n in range(100))
+    prefill = RowInput(6, long_slot, 0, prompt, tuple(range(6, 13)), True)
+    rows = [prefill, *decodes] if long_first else [*decodes, prefill]
+    lines.clear()
+    runner.step(rows)
+    grids = [
+        int(found[1])
+        for line in lines
+        if (found := re.match(r"launch lora_\w+ \((?:\d+),(\d+)", line))
+    ]
+    assert grids and set(grids) == {len(decodes)}
+    # And each row's answer is that of the row alone.
+    together = seen[0]
+    for place, row in enumerate(rows):
+        seen.clear()
+        runner.step([row])
+        assert close(together[place], seen[0][0])
+    runner.close()
+    device.close()
 
 
 def test_buckets_and_spans():
