@@ -227,21 +227,18 @@ class Engine:
     # adapters -----------------------------------------------------------------------------------
     async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:
         """Stage a new name and bring it into a slot. Refused if the name is taken."""
-        return await self._command(
-            lambda hold, i: ev.Load(i, name, hold(adapter_source(source)), pin)
-        )
+        given = adapter_source(source)
+        return await self._command(lambda hold, i: ev.Load(i, name, hold(given), pin))
 
     async def register(self, name: str, source: Source) -> AdapterReply:
         """Make a name known; it is promoted by the first request that asks for it."""
-        return await self._command(
-            lambda hold, i: ev.Register(i, name, hold(adapter_source(source)))
-        )
+        given = adapter_source(source)
+        return await self._command(lambda hold, i: ev.Register(i, name, hold(given)))
 
     async def replace(self, name: str, source: Source) -> AdapterReply:
         """A new version of a known name; its running sequences finish on the old version."""
-        return await self._command(
-            lambda hold, i: ev.Replace(i, name, hold(adapter_source(source)))
-        )
+        given = adapter_source(source)
+        return await self._command(lambda hold, i: ev.Replace(i, name, hold(given)))
 
     async def promote(self, name: str, source: Source | None = None) -> AdapterReply:
         """Make a name resident in a cache slot. ``source`` if the name is not known yet."""
@@ -251,9 +248,8 @@ class Engine:
         """A new version of ``name`` into slot ``slot``, once that slot has no lease. ``source``
         ``None``: read again from where the known name came from."""
         if source is not None:
-            return await self._command(
-                lambda hold, i: ev.Swap(i, name, hold(adapter_source(source)), slot)
-            )
+            given = adapter_source(source)
+            return await self._command(lambda hold, i: ev.Swap(i, name, hold(given), slot))
         known = known_source(self._live().core, name)
         return await self._command(lambda _, i: ev.Swap(i, name, known, slot))
 

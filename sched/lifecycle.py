@@ -97,6 +97,7 @@ class Parts:
             )
         )
         stager = Stager(self._stage, workers=config.stage_workers, clock_ns=time.time_ns)
+        self.stack.callback(stager.close)
         shell = Shell(self.core, self.runner, self.thread, stager)
         tasks = await self.stack.enter_async_context(anyio.create_task_group())
         self.shell = shell

@@ -11,16 +11,17 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from ..errors import RotaError, StagingError
 from ..gpu.lora.directory import belongs
 from .prompt import prompt_switching
+from .threads import Threads
 
 #: File systems stamp changes with a coarse clock: a file younger than this may change again without
 #: its stamp changing, so its signature proves nothing (the "racy clean" problem).
@@ -105,7 +106,7 @@ class Stager:
 
     def __init__(self, stage: StageFunction, *, workers: int, clock_ns: Callable[[], int]) -> None:
         self._stage = stage
-        self._limiter = anyio.CapacityLimiter(workers)
+        self._threads = Threads(workers, "rota-staging")
         self._clock_ns = clock_ns
         self.images: dict[int, Staged] = {}
         self._by_signature: dict[tuple[Hashable, Signature], int] = {}
@@ -123,9 +124,8 @@ class Stager:
             # is never orphaned between the thread's end and ours; only abandon_all ends the wait.
             with anyio.CancelScope(shield=True) as scope:
                 self._scopes[stage] = scope
-                return await anyio.to_thread.run_sync(
-                    self._work, source, flag, limiter=self._limiter, abandon_on_cancel=True
-                )
+                outcome: StageOutcome = await self._threads.run(partial(self._work, source, flag))
+                return outcome
         finally:
             del self._cancelled[stage], self._scopes[stage]
             if not self._cancelled:
@@ -147,6 +147,10 @@ class Stager:
         self.cancel_all()
         for scope in list(self._scopes.values()):
             scope.cancel()
+
+    def close(self) -> None:
+        """Nothing will be staged any more; threads end with their work."""
+        self._threads.close()
 
     def keep(self, image: int, outcome: StageOutcome) -> None:
         """Hold a staged image under its id, and remember what it was read from."""

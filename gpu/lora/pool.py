@@ -106,8 +106,9 @@ class LoraPool:
         n_affine = len(layout.affine_offsets)
         table_bytes = round_up(self._affine_off + 8 * n_affine * max_loras, 16)
         self._mirror = np.zeros(table_bytes, np.uint8)
-        self._a = self._mirror[: 8 * cells].view(np.uint64).reshape(n_pairs, max_loras)
-        self._b = self._mirror[8 * cells : 16 * cells].view(np.uint64).reshape(n_pairs, max_loras)
+        factors = self._mirror[: 16 * cells].view(np.uint64)
+        self._factors = factors.reshape(2, n_pairs, max_loras)  # a, b
+        self._a = self._factors[0]
         self._scale = (
             self._mirror[16 * cells : 20 * cells].view(np.float32).reshape(n_pairs, max_loras)
         )
@@ -119,8 +120,8 @@ class LoraPool:
             .reshape(n_affine, max_loras)
         )
         self._rows = np.full(max_rows, -1, np.int32)
-        self._a_offsets = np.array([p.a_off for p in layout.pairs], np.uint64)
-        self._b_offsets = np.array([p.b_off for p in layout.pairs], np.uint64)
+        offsets = [[p.a_off for p in layout.pairs], [p.b_off for p in layout.pairs]]
+        self._offsets = np.array(offsets, np.uint64)
         self._affine_offsets = np.array(layout.affine_offsets, np.uint64)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._allocations: list[int] = []
@@ -227,10 +228,14 @@ class LoraPool:
             base = self.address + slot * self.layout.slot_bytes
             if self._landing is None or not self._landing.copy_to(base, image, stream):
                 self.device.copy_h2d(base, image.address, image.nbytes, stream)
-        present = np.array(image.present, bool)
-        self._a[:, slot] = np.where(present, self._a_offsets + np.uint64(base), np.uint64(0))
-        self._b[:, slot] = np.where(present, self._b_offsets + np.uint64(base), np.uint64(0))
-        self._scale[:, slot] = np.where(present, image.scales, np.float32(0))
+        cells = self._offsets + np.uint64(base)
+        scales = image.scales
+        if not all(image.present):
+            absent = ~np.array(image.present, bool)
+            cells[:, absent] = 0
+            scales = np.where(absent, np.float32(0), scales)
+        self._factors[:, :, slot] = cells
+        self._scale[:, slot] = scales
         if len(self._affine):
             vectors = np.array(image.affine or (False,) * len(self._affine), bool)
             cells = np.where(vectors, self._affine_offsets + np.uint64(base), np.uint64(0))
@@ -260,8 +265,8 @@ class LoraPool:
     def retire(self, slot: int, stream: Stream) -> None:
         """Set every table cell of ``slot`` to 0: rows that name it get no delta. Idempotent."""
         self._check(slot)
-        for table in (self._a, self._b, self._scale, self._affine):
-            table[:, slot] = 0
+        self._factors[:, :, slot] = 0
+        self._scale[:, slot] = self._affine[:, slot] = 0
         self._embed_counts[slot] = self._head_counts[slot] = 0
         self._hold(slot, [], stream)
 

@@ -53,6 +53,7 @@ FIRST_EXPERT: Final = len(GROUPS)
 MAX_PLANS: Final = 256
 
 
+_Held = tuple[tuple[bool, ...], tuple[bool, ...]]
 LayerPlan = tuple[Delta | None, ...]
 """What to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
 
@@ -145,6 +146,8 @@ class Adapters:
         )
         # Per filled slot: int [layers, groups], 0 where the group has nothing, 1 a pair, 2 vectors.
         self._active: dict[int, npt.NDArray[np.int8]] = {}
+        # What the last image held, and that: most adapters of an engine hold the same pairs.
+        self._last: tuple[_Held, npt.NDArray[np.int8]] | None = None
         self._plans: dict[frozenset[int], tuple[LayerPlan, ...]] = {}
 
     def _group(
@@ -190,14 +193,21 @@ class Adapters:
         self._forget(slot)
         self.pool.commit(slot, image, self._stream)
         self._device.synchronize(self._stream)
+        self.token_matrices.commit(slot, image)
+        held = image.present, image.affine
+        if self._last is None or self._last[0] != held:
+            self._last = held, self._needs(image)
+        self._active[slot] = self._last[1]
+
+    def _needs(self, image: SlotImage) -> npt.NDArray[np.int8]:
         needs = np.array(image.present, np.int8)
         if image.affine:
             needs[np.array(image.affine)] = 2
         active = np.zeros((len(self._groups), len(self._groups[0])), np.int8)
         in_layers = needs[: len(self._pair_layers)]
         np.maximum.at(active, (self._pair_layers, self._pair_groups), in_layers)
-        self.token_matrices.commit(slot, image)
-        self._active[slot] = active
+        active.flags.writeable = False
+        return active
 
     def retire(self, slot: int) -> None:
         """Empty ``slot``: rows that name it are refused from here on. Idempotent."""

@@ -149,8 +149,8 @@ class SimEngine:
 
     async def __aenter__(self) -> Self:
         self._thread.start()
-        stager = Stager(self._stage, workers=2, clock_ns=time.time_ns)
-        self._shell = Shell(self.core, self.executor, self._thread, stager)
+        self._stager = Stager(self._stage, workers=2, clock_ns=time.time_ns)
+        self._shell = Shell(self.core, self.executor, self._thread, self._stager)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         await self._tasks.start(partial(self._shell.run))
@@ -179,6 +179,7 @@ class SimEngine:
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
+            self._stager.close()
             self._thread.stop()
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._thread.join, 10.0)
