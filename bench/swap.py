@@ -3,8 +3,10 @@
     python bench/swap.py [--peft PYTHON] [--vllm PYTHON]
 
 rota replaces one adapter (r=16, all seven modules, 9.8 MB in bf16) while seven streams decode:
-cold (the file is read, audited and packed each time; page cache warm) and from the host cache (the
-directory has not changed since it was last staged, so its image is copied).
+cold (the file is read, hashed, checked and packed each time, by the recipe of the adapters before
+it, which have the same config and header as one that is trained again has; page cache warm), cold
+of a new kind (the config is another each time, so everything is audited) and from the host cache
+(the directory has not changed since it was last staged, so its image is used again).
 ``to first token`` adds a new request's own prefill step. Peers change adapters with nothing
 running: none of them could serve meanwhile. One thread. Writes bench/results/swap.json.
 """
@@ -38,11 +40,18 @@ PROMPT = list(range(200, 208))
 
 
 async def replaces(
-    model: Path, adapters: list[Path], repeats: int, *, streams: int, cached: bool
+    model: Path,
+    adapters: list[Path],
+    repeats: int,
+    *,
+    streams: int,
+    cached: bool,
+    new_kind: bool = False,
 ) -> dict[str, Any]:
     """Replace ``repeats`` times under ``streams`` steady streams; milliseconds, medians.
 
-    ``cached``: keep images in the host cache, and fill it before the clock runs."""
+    ``cached``: keep images in the host cache, and fill it before the clock runs. ``new_kind``: give
+    an adapter another config before it is loaded."""
     steady, first, second = adapters[0], adapters[1], adapters[2]
     options = {
         "max_loras": 4,
@@ -79,8 +88,13 @@ async def replaces(
             gaps.clear()
             window: list[tuple[float, float]] = []
             for turn in range(repeats):
+                path = (second, first)[turn % 2]
+                if new_kind:
+                    config = json.loads((path / "adapter_config.json").read_bytes())
+                    config["revision"] = str(turn)
+                    (path / "adapter_config.json").write_text(json.dumps(config))
                 begin = time.perf_counter()
-                reply = await engine.replace("hot", (second, first)[turn % 2])
+                reply = await engine.replace("hot", path)
                 done = time.perf_counter()
                 assert reply.outcome == "done", reply
                 async for _ in engine.generate(PROMPT, "hot", one):
@@ -118,9 +132,16 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         adapters = make_adapters(options.model.resolve(), Path(folder), 3, 16, 0)
-        for cached, streams in ((False, 0), (True, 0), (False, 7), (True, 7)):
-            name = f"rota {'host cache' if cached else 'cold'}, {streams or 'no'} streams"
-            how = {"streams": streams, "cached": cached}
+        for kind, streams in (
+            ("cold", 0),
+            ("host cache", 0),
+            ("cold", 7),
+            ("host cache", 7),
+            ("cold, new kind", 0),
+        ):
+            name = f"rota {kind}, {streams or 'no'} streams"
+            how = {"streams": streams, "cached": kind == "host cache"}
+            how["new_kind"] = kind == "cold, new kind"
             results[name] = anyio.run(
                 partial(replaces, options.model, adapters, options.repeats, **how)
             )
