@@ -214,13 +214,15 @@ class _Reader:
         """The whole file in one buffer, uint8 ``[size]``, or ``None`` if the sink took it."""
         root = self._root
         try:
-            real = (root / name).resolve(strict=True)
-            if not self._follow_links and root not in real.parents:
-                raise RejectError(
-                    "a link leads outside the adapter directory",
-                    code="file-escapes-directory",
-                    subject=name,
-                )
+            real = root / name
+            if real.is_symlink():
+                real = real.resolve(strict=True)
+                if not self._follow_links and root not in real.parents:
+                    raise RejectError(
+                        "a link leads outside the adapter directory",
+                        code="file-escapes-directory",
+                        subject=name,
+                    )
             # O_NOFOLLOW on the resolved path: a link put there since then is refused, not
             # followed. O_NONBLOCK: opening a FIFO must not wait for a writer.
             handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
