@@ -41,8 +41,9 @@ Parts = Mapping[Half, Tensor]
 class BaseLinear(Protocol):
     """Access to the base model's linear weights."""
 
-    def rows(self, layer: int, module: LoraModule, start: int, stop: int) -> F32:
-        """Rows ``start..stop`` of the weight ``[out, in]``, as float32."""
+    def rows(self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0) -> F32:
+        """Rows ``start..stop`` of the weight ``[out, in]``, as float32; of a routed expert's, its
+        number says which."""
         ...
 
     def bias(self, layer: int, module: LoraModule) -> F32 | None:
@@ -215,7 +216,7 @@ def row_norms(pair: PairTensors, layout: SlotLayout, base: BaseLinear) -> F32:
     step = max(1, _VALUES_AT_ONCE // place.k_in)
     for start in range(0, place.n_out, step):
         stop = min(start + step, place.n_out)
-        merged = base.rows(place.layer, place.module, start, stop)
+        merged = base.rows(place.layer, place.module, start, stop, place.expert)
         merged = merged + np.float32(pair.scale) * (b[start:stop] @ a)
         norms[start:stop] = np.linalg.norm(merged, axis=1)
     return norms

@@ -166,7 +166,7 @@ class StandIn:
                 self._copies[key.leaf] = file_array(tensor)
 
     def rows(
-        self, layer: int, module: LoraModule, start: int, stop: int
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
     ) -> npt.NDArray[np.float32]:
         """Ones."""
         return np.ones((stop - start, self._layout.dims.shape(module)[1]), np.float32)

@@ -244,8 +244,9 @@ def _expert(
     """The place of a key behind ``mlp.experts``: one expert's module, or all of them at once."""
     if not dims.experts:
         raise _refuse("expert-lora-on-dense-model", "the model has no experts", key)
-    if half not in ("A", "B"):
-        raise _refuse("unsupported-module", "experts take plain factors only", key)
+    if half not in ("A", "B") and not (len(path) == 2 and path[0].isdigit()):
+        # PEFT makes none: its ParamWrapper refuses DoRA and biases.
+        raise _refuse("unsupported-module", "a fused parameter has plain factors only", key)
     if not dims.expert_adapters:
         raise _refuse("expert-lora-no-room", "slots have no room for expert adapters", key)
     if path in ([], ["base_layer"]):

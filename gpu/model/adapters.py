@@ -8,8 +8,9 @@ its affine part unless one of the rows' adapters has vectors there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -78,6 +79,29 @@ class DeltaThenAffine:
         self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
 
 
+class RoutedVectors:
+    """The same for one expert's group, whose vectors are found when they are first needed."""
+
+    def __init__(self, lora: Delta, make: Callable[[], Affine]) -> None:
+        self._lora, self._make = lora, make
+        self._affine: Affine | None = None
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None:
+        """See `LoraGroup.apply`."""
+        if self._affine is None:
+            self._affine = self._make()
+        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
+        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
+
+
 class Adapters:
     """Slots and groups for one model.
 
@@ -128,7 +152,7 @@ class Adapters:
                 tuple(
                     lora
                     and DeltaThenAffine(lora, self._affine_group(kernels, layout, layer, modules))
-                    # Experts have no vectors.
+                    # Those of experts are made when first applied: they are many.
                     for lora, modules in zip(groups, GROUPS, strict=False)
                 )
                 for layer, groups in enumerate(self._groups if layout.affine else ())
@@ -136,6 +160,8 @@ class Adapters:
         except BaseException:
             self.pool.close()
             raise
+        self._members = tuple(members)
+        self._routed: dict[tuple[int, int], RoutedVectors] = {}
         group_of = {(m, e): i for i, (modules, e) in enumerate(members) for m in modules}
         self.token_matrices = TokenMatrices(self.pool, kernels)
         # The pairs of the token matrices come last, and are of no layer.
@@ -173,12 +199,17 @@ class Adapters:
         )
 
     def _affine_group(
-        self, kernels: GroupMaker, layout: SlotLayout, layer: int, modules: Sequence[LoraModule]
+        self,
+        kernels: GroupMaker,
+        layout: SlotLayout,
+        layer: int,
+        modules: Sequence[LoraModule],
+        expert: int = 0,
     ) -> Affine:
         slices = []
         column = 0
         for module in modules:
-            index = layout.pair_index[layer, module]
+            index = layout.pair_index[layer, module] + expert
             n_out = layout.pairs[index].n_out
             table = self.pool.affine_table(index)
             slices.append(AffineSlice(table, affine_step(n_out), n_out, column))
@@ -253,20 +284,36 @@ class Adapters:
         return tuple(
             None
             if not need
-            else self._with_affine[layer][i]
+            else self._vectors_of(layer, i)
             if need == 2
             else self._groups[layer][i]
             for i, need in enumerate(needed)
         )
 
-    def expert_halves(self, slots: frozenset[int]) -> frozenset[tuple[int, int]]:
-        """(layer, half of `OF_EXPERT`) where adapters in these filled slots have experts' pairs."""
+    def _vectors_of(self, layer: int, i: int) -> Delta | None:
+        """A group with its vectors."""
+        if i < FIRST_EXPERT:
+            return self._with_affine[layer][i]
+        found, lora = self._routed.get((layer, i)), self._groups[layer][i]
+        if found is None and lora is not None:
+            make = partial(
+                self._affine_group, self._kernels, self.pool.layout, layer, *self._members[i]
+            )
+            found = self._routed[layer, i] = RoutedVectors(lora, make)
+        return found
+
+    def expert_halves(
+        self, slots: frozenset[int], *, vectors: bool = False
+    ) -> frozenset[tuple[int, int]]:
+        """(layer, half of `OF_EXPERT`) where adapters in these filled slots have experts' pairs, or
+        ``vectors`` there."""
         slots = slots - {-1}
         layers, width = len(self._groups), len(self._groups[0])
         if not slots or width == FIRST_EXPERT:
             return frozenset()
         active = np.maximum.reduce([self._active[slot] for slot in slots])[:, FIRST_EXPERT:]
-        halves = active.reshape(layers, len(OF_EXPERT), -1).any(2)
+        found = active == 2 if vectors else active > 0
+        halves = found.reshape(layers, len(OF_EXPERT), -1).any(2)
         return frozenset((int(layer), int(half)) for layer, half in np.argwhere(halves))
 
     def every_half(self) -> frozenset[tuple[int, int]]:

@@ -31,12 +31,12 @@ class BaseMatrices:
         return self._head
 
     def rows(
-        self, layer: int, module: LoraModule, start: int, stop: int
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
     ) -> npt.NDArray[np.float32]:
         """Rows of a linear weight; see `BaseLinears.rows`, and `token_rows`."""
         if module in TOKEN_MODULES:
             return token_rows(self, module, start, stop)
-        return self._linears.rows(layer, module, start, stop)
+        return self._linears.rows(layer, module, start, stop, expert)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:
         """A linear's bias; see `BaseLinears.bias`."""

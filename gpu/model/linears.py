@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from ...errors import ModelError, StagingError
-from ..lora.dims import TOKEN_MODULES, LoraModule, ModelDims
+from ..lora.dims import EXPERT_MODULES, TOKEN_MODULES, LoraModule, ModelDims
 from ..lora.fused import grouped_rows
 from ..lora.keys import FUSED
 from ..lora.overlay import token_rows
@@ -78,9 +78,9 @@ class BaseLinears:
                 self._places[text_name(name)] = (handle, begin, dtype, shape)
 
     def rows(
-        self, layer: int, module: LoraModule, start: int, stop: int
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
     ) -> npt.NDArray[np.float32]:
-        """Rows ``start..stop`` of the module's weight ``[out, in]``.
+        """Rows ``start..stop`` of the module's weight ``[out, in]``; ``expert``: of a routed one.
 
         Raises:
             StagingError: base-weights-unreadable.
@@ -92,7 +92,25 @@ class BaseLinears:
             wanted = order[start:stop]
             runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
             return np.concatenate([self._read(name, int(r[0]), int(r[-1]) + 1) for r in runs])
+        if module in EXPERT_MODULES:
+            return self._expert_rows(layer, module, start, stop, expert)
         return self._read(_name(layer, module) + ".weight", start, stop)
+
+    def _expert_rows(
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int
+    ) -> npt.NDArray[np.float32]:
+        """Of a checkpoint with experts one by one, or all in one tensor, gate before up."""
+        at = f"model.layers.{layer}.mlp.experts."
+        name = f"{at}{expert}.{module.leaf}.weight"
+        if name in self._places:
+            return self._read(name, start, stop)
+        down = module is LoraModule.EXPERT_DOWN_PROJ
+        name = at + ("down_proj" if down else "gate_up_proj")
+        shape = self._places[name][3] if name in self._places else (0, 0)
+        first = expert * shape[1]
+        if module is LoraModule.EXPERT_UP_PROJ:
+            first += shape[1] // 2
+        return self._read(name, first + start, first + stop, flat=True)
 
     def bias(self, layer: int, module: LoraModule) -> npt.NDArray[np.float32] | None:
         """The module's bias ``[out]``, or ``None`` when it has none. Raises as `rows`."""
@@ -105,11 +123,15 @@ class BaseLinears:
         place = self._places.get(name)
         return self._read(name, 0, 0 if place is None else place[3][0])
 
-    def _read(self, name: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+    def _read(
+        self, name: str, start: int, stop: int, *, flat: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """Rows of a tensor, seen as one of two dimensions with ``flat``."""
         place = self._places.get(name)
         if place is None:
             raise _unreadable("it is not at hand", name)
         handle, begin, dtype, shape = place
+        shape = (-1, shape[-1]) if flat else shape
         width = dtype.itemsize * int(np.prod(shape[1:]))
         raw = bytearray((stop - start) * width)
         view, filled = memoryview(raw), 0
@@ -146,12 +168,12 @@ class CheckpointBase:
         self.bias = linears.bias
 
     def rows(
-        self, layer: int, module: LoraModule, start: int, stop: int
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
     ) -> npt.NDArray[np.float32]:
         """See `BaseLinears.rows`, and `token_rows`."""
         if module in TOKEN_MODULES:
             return token_rows(self, module, start, stop)
-        return self._linears.rows(layer, module, start, stop)
+        return self._linears.rows(layer, module, start, stop, expert)
 
     def embed(self) -> npt.NDArray[np.generic]:
         """``[vocab, hidden]``, float32."""

@@ -21,6 +21,7 @@ from ..lora.layout import affine_step
 from ..lora.pool import LoraPool
 from ..tensors import TensorSpace
 from .adapters import GROUPS, LayerPlan
+from .torch_expert_vectors import ExpertVectors
 from .torch_experts import ExpertPairs
 from .torch_model import Places
 
@@ -77,12 +78,16 @@ class SlotViews:
 
     Attributes:
         experts: the pairs of routed experts; ``None`` in a pool without room for them.
+        expert_vectors: their vectors, likewise.
     """
 
     def __init__(self, pool: LoraPool, space: TensorSpace, dtype: torch.dtype) -> None:
         self._pool, self._space, self._dtype = pool, space, dtype
         dims = pool.layout.dims
         self.experts = ExpertPairs(pool, space, dtype) if dims.expert_adapters else None
+        self.expert_vectors: ExpertVectors | None = None
+        if self.experts is not None and pool.layout.affine:
+            self.expert_vectors = ExpertVectors(pool, space)
         self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get(self, slot: int, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +119,7 @@ class SlotViews:
     def clear(self) -> None:
         """Drop the tensors."""
         self._made.clear()
-        self.experts = None
+        self.experts = self.expert_vectors = None
 
 
 class StepDeltas:
@@ -126,6 +131,7 @@ class StepDeltas:
         chunks: for the GEMMs.
         slots: int64 ``[n]`` on the device, each token's own slot (unused without experts).
         experts: (layer, half) whose routed experts have pairs.
+        shifted: (layer, half) whose routed experts have vectors.
     """
 
     def __init__(
@@ -139,10 +145,11 @@ class StepDeltas:
         chunks: tuple[Chunk, ...],
         slots: torch.Tensor,
         experts: frozenset[tuple[int, int]],
+        shifted: frozenset[tuple[int, int]],
     ) -> None:
         self._pool, self._views, self._space, self._stream = pool, views, space, stream
         self._plan, self._row_slots, self._chunks = plan, row_slots, chunks
-        self._slots, self._experts = slots, experts
+        self._slots, self._experts, self._shifted = slots, experts, shifted
         self._first, self._last = between(chunks, slots.shape[0])
 
     def add(self, layer: int, group: int, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -170,6 +177,9 @@ class StepDeltas:
         if (layer, half) in self._experts and self._views.experts is not None:
             slots = self._slots.index_select(0, places.tokens)
             self._views.experts.add(layer, half, x, out, places.experts, slots)
+            vectors = self._views.expert_vectors
+            if vectors is not None and (layer, half) in self._shifted:
+                vectors.apply(layer, half, out, places.experts, slots)
 
     def _multiply(
         self, layer: int, group: int, chunk: Chunk, x: torch.Tensor, out: torch.Tensor

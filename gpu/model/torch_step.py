@@ -225,11 +225,13 @@ class StepRunner:
         assert arrays is not None and sampler is not None
         tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
         attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
-        plan, experts, tokens = None, NOWHERE, arrays.tokens[:rows]
+        plan, tokens = None, arrays.tokens[:rows]
+        experts = shifted = NOWHERE
         matrices: TokenMatrices | None = None
         if case != "none" and self._adapters is not None:
             plan = self._adapters.every_group(affine=case != "routed")
             experts = self._adapters.every_half()
+            shifted = NOWHERE if case == "routed" else experts
             matrices = self._adapters.token_matrices if case == "tokens" else None
         states = None if self._states is None else StateStep(arrays.places[:rows])
         h = self._model.embed(tokens)
@@ -240,7 +242,7 @@ class StepRunner:
             arrays.positions[:rows],
             arrays.mapping[:rows],
             attend,
-            self._deltas(rows, plan, (), experts),
+            self._deltas(rows, plan, (), experts, shifted),
             states,
         )
         h = self._model.layers(h, step)
@@ -257,6 +259,7 @@ class StepRunner:
         plan: tuple[LayerPlan, ...] | None,
         chunks: tuple[Chunk, ...],
         experts: frozenset[tuple[int, int]],
+        shifted: frozenset[tuple[int, int]],
     ) -> StepDeltas | None:
         if self._adapters is None or self._views is None or (plan is None and not chunks):
             return None
@@ -271,6 +274,7 @@ class StepRunner:
             chunks,
             self._arrays.slots[:n],
             experts,
+            shifted,
         )
 
     # Other steps
@@ -289,11 +293,13 @@ class StepRunner:
         by_kind = StepRows.of(rows)
         lengths = by_kind.lengths
         chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
-        plan, experts = None, NOWHERE
+        plan = None
+        experts = shifted = NOWHERE
         matrices: TokenMatrices | None = None
         changed: frozenset[int] = frozenset()
         if self._adapters is not None:
             experts = self._adapters.expert_halves(slots)
+            shifted = self._adapters.expert_halves(slots, vectors=True)
             in_chunks = {chunk.begin for chunk in chunks}
             starts = [last + 1 - k for last, k in zip(self._batch.last, lengths, strict=True)]
             others = (row.slot for row, at in zip(rows, starts, strict=True) if at not in in_chunks)
@@ -317,7 +323,7 @@ class StepRunner:
             arrays.positions[:n],
             arrays.mapping[:n],
             mixed.attend(),
-            self._deltas(n, plan, chunks, experts),
+            self._deltas(n, plan, chunks, experts, shifted),
             None if self._states is None else mixed.states(self._states.held.tolist()),
         )
         h = model.layers(h, step)

@@ -284,6 +284,31 @@ def test_reading_a_value_while_recording_is_refused(on_driver):
     device.destroy_stream(stream)
 
 
+def test_experts_with_vectors_replay_from_a_graph_and_equal_the_host(on_driver, on_host):
+    room = {"expert_adapters": True}
+    here = on_driver("float32", "qwen3_next", **room)[0]
+    there = on_host("float32", "qwen3_next", **room)
+    for served in (here, there):
+        for slot, name in enumerate(("experts_dora", "experts_lora_bias")):
+            served.commit(slot, ZOO / "qwen3_next_v4" / name)
+        served.commit(2, ZOO / "qwen3_next" / "experts")
+    rows = []
+    for mix in ((0, -1, 1, 2), (1, -1, 0, 0), (-1, -1, 2, 2)):
+        fed, start = [list(prompt) for prompt in PROMPTS], [0] * 4
+        for step in range(4):
+            tokens = [fed[seq][start[seq] :] for seq in range(4)]
+            here.step(mix, start, tokens)
+            chosen = there.step(mix, start, tokens)
+            error = (here.logits - there.logits).abs().max() / there.logits.abs().max()
+            assert float(error) < 1e-4, (mix, step)
+            for seq in range(4):
+                start[seq] = len(fed[seq])
+                fed[seq].append(chosen[seq])
+        rows.append(here.logits[1])
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])  # base
+    assert here.runner.captured == 2
+
+
 TOKENS = {"max_embedding_rank": 4, "overlay_rows": 8}
 """Room for the adapters of the zoo that change token matrices."""
 ON_TOKENS = {

@@ -32,7 +32,9 @@ class Base:
             made[3] = 0
         return made
 
-    def rows(self, layer: int, module: LoraModule, start: int, stop: int) -> np.ndarray:
+    def rows(
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
+    ) -> np.ndarray:
         return self.weight(module)[start:stop]
 
     def bias(self, layer: int, module: LoraModule) -> np.ndarray | None:

@@ -41,7 +41,9 @@ class Base:
     def head(self) -> np.ndarray:
         return self.embed() if self.tied else self._read("lm_head.weight")
 
-    def rows(self, layer: int, module: LoraModule, start: int, stop: int) -> np.ndarray:
+    def rows(
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
+    ) -> np.ndarray:
         return self._read(f"model.layers.{layer}.{module.path}" + ".weight")[start:stop]
 
     def bias(self, layer: int, module: LoraModule) -> np.ndarray | None:

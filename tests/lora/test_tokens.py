@@ -31,7 +31,9 @@ class Base:
     def head(self) -> np.ndarray:
         return self.matrices[1]
 
-    def rows(self, layer: int, module: LoraModule, start: int, stop: int) -> np.ndarray:
+    def rows(
+        self, layer: int, module: LoraModule, start: int, stop: int, expert: int = 0
+    ) -> np.ndarray:
         return token_rows(self, module, start, stop)
 
     def bias(self, layer: int, module: LoraModule) -> None:

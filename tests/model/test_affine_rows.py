@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rota.errors import StagingError
 from rota.gpu.kernels.affine import AffineGroup
@@ -97,6 +98,31 @@ def test_rows_of_fused_inputs_are_taken_apart_wherever_they_are_cut(data_dir, mo
     for cut in range(1, len(order)):
         parts = [linears.rows(0, module, *part) for part in ((0, cut), (cut, len(order)))]
         assert (np.concatenate(parts) == whole).all()
+    linears.close()
+
+
+@pytest.mark.parametrize("layout", ["base", "base_released_layout"])
+def test_rows_of_an_expert_are_those_of_the_model(data_dir, layout):
+    """One checkpoint has every expert's matrices apart, the other all of them in two tensors."""
+    folder = data_dir / "oracle" / "qwen35_moe"
+    dims = load_config(folder / layout).to_lora_dims()
+    linears = BaseLinears(folder / layout, torch.float32, dims)
+    apart = load_file(folder / "base" / "model.safetensors")
+    for expert in range(dims.experts):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            module = LoraModule[f"EXPERT_{leaf.upper()}"]
+            want = apart[f"model.layers.1.mlp.experts.{expert}.{leaf}.weight"].float().numpy()
+            assert (linears.rows(1, module, 0, len(want), expert) == want).all()
+            assert (linears.rows(1, module, 3, 7, expert) == want[3:7]).all()
+    linears.close()
+
+
+def test_an_expert_that_is_not_at_hand_is_a_refusal(data_dir):
+    folder = data_dir / "oracle" / "qwen2" / "base"
+    linears = BaseLinears(folder, torch.float32, load_config(folder).to_lora_dims())
+    with pytest.raises(StagingError) as caught:
+        linears.rows(0, LoraModule.EXPERT_UP_PROJ, 0, 1, 5)
+    assert caught.value.code == "base-weights-unreadable"
     linears.close()
 
 

@@ -45,7 +45,7 @@ class Ones:
 
     head = embed
 
-    def rows(self, layer: int, module: Any, start: int, stop: int) -> np.ndarray:
+    def rows(self, layer: int, module: Any, start: int, stop: int, expert: int = 0) -> np.ndarray:
         width = {"o_proj": 64, "down_proj": 80}.get(module.leaf, 48)
         return np.ones((stop - start, width), np.float32)
 

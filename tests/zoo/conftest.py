@@ -19,7 +19,7 @@ from rota.gpu.model.torch_runner import TorchRunner
 
 ZOO = Path(__file__).resolve().parent
 SLOTS = 48
-HYBRID = ("qwen3_next", "qwen35")
+HYBRID = ("qwen3_next", "qwen3_next_v4", "qwen35")
 
 
 class Keeper:
@@ -32,7 +32,7 @@ class Keeper:
         self.folder, self.hybrid = ZOO / family, family in HYBRID
         kind: type[Runner] | type[TorchRunner] = TorchRunner if math == "torch" else Runner
         self.runner = kind.load(
-            data_dir / "oracle" / family / "base",
+            data_dir / "oracle" / family.removesuffix("_v4") / "base",
             HostDevice(checked=True, allow_foreign=math == "torch"),
             RunnerOptions(
                 dtype=dtype,

@@ -4,6 +4,8 @@ Run with a Python that has torch, transformers 5.24 and peft 0.21.2 (no environm
 
     python tests/zoo/make_zoo.py [FAMILY ...]
 
+With transformers 4.57.3 in its place, which the folders that end in _v4 need, it makes those.
+
 Kinds are made by PEFT itself and saved by its ``save_pretrained``. Producers are the same deltas in
 the names and layouts other trainers write; the PEFT adapter they come from is their oracle. The
 base checkpoints are those of ``tests/data/oracle`` (qwen3_next's is written here). Answers are the
@@ -18,9 +20,10 @@ import re
 import sys
 
 import torch
+import transformers
 from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from zoo_writer import CONFIG, WEIGHTS, Zoo, base, randomise, write_next
+from zoo_writer import CONFIG, V4, WEIGHTS, Zoo, base, randomise, write_next
 
 INDEX = WEIGHTS + ".index.json"
 PARENTS = {"embed_tokens": "model.", "lm_head": ""}
@@ -396,6 +399,22 @@ def qwen3_next() -> None:
         ),
     )
     megatron_experts(zoo, "experts_megatron", "experts")
+    # What PEFT has of fused experts: plain factors.
+    parameters = few | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    zoo.not_made("dora of fused experts", LoraConfig(**parameters, use_dora=True))
+    zoo.not_made("lora_bias of fused experts", LoraConfig(**parameters, lora_bias=True))
+    zoo.finish()
+
+
+def qwen3_next_v4() -> None:
+    """Experts one by one, as transformers has them before version 5: PEFT makes DoRA and biases of
+    such linears alone."""
+    zoo = Zoo("qwen3_next" + V4)
+    each = {"r": 2, "lora_alpha": 6, "target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    zoo.kind("experts_dora", LoraConfig(**each, use_dora=True))
+    some = each | {"target_modules": r".*experts\.\d\.(gate|down)_proj"}
+    zoo.kind("experts_some_dora", LoraConfig(**some, use_dora=True, use_rslora=True))
+    zoo.kind("experts_lora_bias", LoraConfig(**some, lora_bias=True))
     zoo.finish()
 
 
@@ -413,5 +432,7 @@ def qwen35() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     makers = {"llama": llama, "qwen2": qwen2, "qwen3_next": qwen3_next, "qwen35": qwen35}
+    if transformers.__version__.startswith("4."):
+        makers = {"qwen3_next" + V4: qwen3_next_v4}
     for family in sys.argv[1:] or makers:
         makers[family]()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rota.errors import RejectError
+from rota.gpu.lora.keys import PairKey, classify
 from rota.gpu.lora.layout import SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
@@ -20,7 +21,7 @@ from rota.gpu.model.config import load_config
 
 ZOO = Path(__file__).resolve().parent
 DTYPES = ["float32", "bfloat16"]
-FAMILIES = ["llama", "qwen2", "qwen3_next", "qwen35"]
+FAMILIES = ["llama", "qwen2", "qwen3_next", "qwen3_next_v4", "qwen35"]
 FP32_RELATIVE = 1e-4
 BF16_RMS = 0.05
 NEAR_TIE = 0.02
@@ -99,6 +100,26 @@ def test_refused_by_name(data_dir: Path, family: str, name: str, code: str) -> N
     with pytest.raises(RejectError) as caught:
         stage(DirectorySource(ZOO / family / name), layout, base_rows=NoBiases())
     assert caught.value.code == code
+
+
+def test_what_fused_experts_have_no_place_for_peft_does_not_make_either(data_dir: Path) -> None:
+    said = json.loads((ZOO / "qwen3_next" / "zoo.json").read_text())["peft_refuses"]
+    dims = load_config(data_dir / "oracle" / "qwen3_next" / "base").to_lora_dims(
+        expert_adapters=True
+    )
+    stem = "base_model.model.model.layers.0.mlp.experts."
+    for field, half in (
+        ("use_dora", "lora_magnitude_vector"),
+        ("lora_bias", "lora_B.bias"),
+    ):
+        words = f"lora.ParamWrapper does not work with {field}=True."
+        assert words in said.values()
+        for path in ("", "base_layer.", "gate_up_proj.", "down_proj."):
+            with pytest.raises(RejectError) as caught:
+                classify(stem + path + half, dims)
+            assert caught.value.code == "unsupported-module"
+        key = classify(f"{stem}3.up_proj.{half}", dims)
+        assert isinstance(key, PairKey) and key.expert == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

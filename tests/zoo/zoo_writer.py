@@ -18,11 +18,14 @@ HERE = Path(__file__).resolve().parent
 BASES = HERE.parent / "data" / "oracle"
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 5, 38]
 LAST = 3
+V4 = "_v4"
+"""Ends the name of what is made with transformers 4, on the base of the name before it."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def base(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(BASES / family / "base", dtype=dtype)
+    folder = BASES / family.removesuffix(V4) / "base"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
@@ -113,6 +116,7 @@ class Zoo:
         shutil.rmtree(self.root, ignore_errors=True)
         self.tensors: dict[str, torch.Tensor] = {}
         self.entries: dict[str, dict[str, Any]] = {}
+        self.refusals: dict[str, str] = {}
         for dtype, tag in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
             self._remember("base", tag, answers(base(family, dtype)))
 
@@ -142,6 +146,15 @@ class Zoo:
         folder = self.settle(name, **({"refused": refused} if refused else {}))
         if refused is None:
             self.ask(name, folder)
+
+    def not_made(self, name: str, config: Any) -> None:
+        """What PEFT itself refuses to make, in its words."""
+        try:
+            get_peft_model(base(self.family), config)
+        except ValueError as error:
+            self.refusals[name] = str(error)
+        else:
+            raise AssertionError(f"PEFT makes {name}")
 
     def ask(self, name: str, folder: Path) -> None:
         for dtype, tag in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
@@ -198,5 +211,8 @@ class Zoo:
 
     def finish(self) -> None:
         save_file(self.tensors, self.root / "answers.safetensors")
-        text = json.dumps({"prompt": PROMPT, "adapters": self.entries}, indent=1, sort_keys=True)
+        facts: dict[str, Any] = {"prompt": PROMPT, "adapters": self.entries}
+        if self.refusals:
+            facts["peft_refuses"] = self.refusals
+        text = json.dumps(facts, indent=1, sort_keys=True)
         (self.root / "zoo.json").write_text(text + "\n")
