@@ -92,11 +92,7 @@ class CudaGraphs(CudaBase):
             return made
 
     def update(self, graph_exec: Exec, graph: Graph) -> None:
-        """Give an exec the arguments of another graph of the same shape (cuGraphExecUpdate).
-
-        Raises:
-            DeviceError: driver-error when the shapes differ; the exec is then unchanged.
-        """
+        """See `Device.update` (cuGraphExecUpdate)."""
         with self._lock:
             held, source = self._get(self._execs, graph_exec), self._get(self._graphs, graph)
             self._call("cuGraphExecUpdate", held.handle, source.handle, subject=held.label)

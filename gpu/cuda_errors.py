@@ -31,6 +31,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": "capture-violation",
         "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": "capture-violation",
         "CUDA_ERROR_CAPTURED_EVENT": "capture-violation",
+        "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE": "graph-mismatch",
         "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": "capture-violation",
     }
 )

@@ -46,6 +46,7 @@ OPERATIONS: Final = (
     "end_capture",
     "abort_capture_if_active",
     "instantiate",
+    "update",
     "upload",
     "replay",
     "destroy_graph",
@@ -232,6 +233,12 @@ class ForwardingDevice:
     def instantiate(self, graph: Graph) -> Exec:
         """See `Device.instantiate`."""
         return self._around("instantiate", [graph], lambda: self.inner.instantiate(graph))
+
+    def update(self, graph_exec: Exec, graph: Graph) -> None:
+        """See `Device.update`."""
+        return self._around(
+            "update", [graph_exec, graph], lambda: self.inner.update(graph_exec, graph)
+        )
 
     def upload(self, graph_exec: Exec, stream: Stream) -> None:
         """See `Device.upload`."""

@@ -62,6 +62,7 @@ DEVICE_CODES: Final[Mapping[str, str]] = MappingProxyType(
         "capture-unjoined": "a stream joined the capture and its origin did not wait for it",
         "capture-too-large": "more nodes than one graph may hold",
         "not-capturing": "end_capture on a stream that did not begin a capture",
+        "graph-mismatch": "an exec cannot take over a graph that does other work than its own",
         "leak": "allocations or handles were alive at close",
         "device-closed": "the device is closed",
         "cuda-unavailable": "no CUDA device can be used here, and why",
@@ -280,6 +281,14 @@ class Device(Protocol):
 
     def instantiate(self, graph: Graph) -> Exec:
         """Make a graph replayable; the exec is independent of the graph from here on."""
+        ...
+
+    def update(self, graph_exec: Exec, graph: Graph) -> None:
+        """Give an exec the arguments of another graph that does the same work: the same kernels,
+        copies and fills in the same order. Replays queued before keep what they had.
+
+        Codes: graph-mismatch (the exec is unchanged), destroyed-handle, bad-handle.
+        """
         ...
 
     def upload(self, graph_exec: Exec, stream: Stream) -> None:

@@ -320,6 +320,21 @@ class HostDevice(HostBase):
             self._execs[handle] = HostGraph(f"exec {handle}", source.nodes, source.blocks)
             return handle
 
+    def update(self, graph_exec: Exec, graph: Graph) -> None:
+        """See `Device.update`."""
+        with self._lock:
+            held, source = self._get(self._execs, graph_exec), self._get(self._graphs, graph)
+            if held.work() != source.work():
+                raise DeviceError(
+                    f"{held.label} does other work",
+                    code="graph-mismatch",
+                    subject=source.label,
+                    expected=f"{len(held.nodes)} nodes",
+                    found=f"{len(source.nodes)} nodes",
+                )
+            # Another object: replays in a queue have the old one.
+            self._execs[graph_exec] = HostGraph(held.label, source.nodes, source.blocks)
+
     def upload(self, graph_exec: Exec, stream: Stream) -> None:
         """See `Device.upload`. Nothing to prepare here."""
         self._lane(stream)

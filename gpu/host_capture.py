@@ -231,6 +231,17 @@ class HostGraph:
     blocks: tuple[Block, ...]
     valid_at: int = -1
 
+    def work(self) -> list[tuple[object, ...]]:
+        """What each node does, whatever it does it to."""
+        return [
+            (LaunchNode, node.spec)
+            if isinstance(node, LaunchNode)
+            else (CopyNode, node.dst_device, node.src_device)
+            if isinstance(node, CopyNode)
+            else (type(node),)
+            for node in self.nodes
+        ]
+
     def check(self, heap: Heap, *, running: bool) -> None:
         """Every block the graph was captured with must still be that block."""
         if self.valid_at == heap.frees:

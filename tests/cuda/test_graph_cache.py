@@ -9,7 +9,6 @@ import pytest
 
 from rota.errors import DeviceError
 from rota.gpu.decorators import OPERATIONS, Fault, FaultyDevice
-from rota.gpu.device import KernelSpec
 from rota.gpu.graphs import BUCKETS, GraphCache, GraphKey, bucket_of, case_of
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.lora_device import Columns, refresh_spec, refresh_tables
@@ -372,29 +371,3 @@ def test_staging_on_another_thread_does_not_break_a_capture(rig, problem):
     assert problems == []
     assert np.array_equal(p.result(), p.expected())
     cache.drain()
-
-
-def test_an_update_gives_an_exec_other_arguments(rig):
-    source = """extern "C" __global__ void k(int* p, int v) { p[threadIdx.x] = v; }"""
-    k = rig.device.load_kernel(KernelSpec("k", "pi", cuda_source=source))
-    p = rig.up(np.zeros(4, np.int32))
-
-    def graph(value, count=1):
-        rig.device.begin_capture(rig.stream)
-        for _ in range(count):
-            rig.device.launch(k, ONE, (4, 1, 1), (p, value), rig.stream)
-        return rig.device.end_capture(rig.stream)
-
-    first, second, longer = graph(1), graph(2), graph(3, 2)
-    made = rig.device.instantiate(first)
-    rig.device.update(made, second)
-    rig.device.replay(made, rig.stream)
-    assert rig.down(p, 4, np.int32).tolist() == [2] * 4
-    with pytest.raises(DeviceError) as caught:
-        rig.device.update(made, longer)
-    assert caught.value.found == "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"
-    rig.device.replay(made, rig.stream)
-    assert rig.down(p, 4, np.int32).tolist() == [2] * 4
-    for one in (first, second, longer):
-        rig.device.destroy_graph(one)
-    rig.device.destroy_exec(made)

@@ -173,7 +173,7 @@ def test_decode_steps_replay_from_graphs_and_equal_the_host(on_driver, on_host, 
     assert space.recorded > 2 * 40
 
 
-@pytest.mark.parametrize("most", [1, 3, 5, 7])
+@pytest.mark.parametrize("most", [3, 7])
 def test_any_number_of_rows_has_its_graph_and_no_more_are_made(on_driver, most):
     """Symptom elsewhere: captures failed below eight sequences, and their cache grew with steps."""
     here = on_driver("float32", max_sequences=most, num_blocks=3 * most)[0]

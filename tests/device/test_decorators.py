@@ -66,6 +66,7 @@ def tour(device):
         device.launch(kernel, ONE, ONE, (b + 8, 5), s)
         graph = hold(lambda: device.end_capture(s), device.destroy_graph)
         graph_exec = hold(lambda: device.instantiate(graph), device.destroy_exec)
+        device.update(graph_exec, graph)
         device.upload(graph_exec, s)
         device.replay(graph_exec, s)
         device.synchronize(s)
@@ -152,6 +153,7 @@ begin_capture 1 thread-local
 launch noop (1,1,1) (1,1,1) b+0x8 5 1
 end_capture 1 -> 4
 instantiate 4 -> 5
+update 5 4
 upload 5 1
 replay 5 1
 synchronize 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rota.errors import DeviceError
+
 
 def test_capture_records_and_does_not_run(rig):
     a = rig.device.alloc(8, label="a")
@@ -119,3 +121,57 @@ def test_a_free_elsewhere_does_not_hurt_a_graph(rig):
     rig.device.free(b)
     rig.device.replay(graph_exec, rig.stream)
     assert rig.read(a, 8) == bytes([2] * 8)
+
+
+def test_an_update_gives_an_exec_other_arguments(rig):
+    d, s = rig.device, rig.stream
+    a, b = d.alloc(8, label="a"), d.alloc(8, label="b")
+    host = d.pinned_alloc(8, label="host")
+
+    def capture(target, value, *more):
+        d.begin_capture(s)
+        d.memset(target, value, 8, s)
+        d.launch(rig.add, (1, 1, 1), (128, 1, 1), (target, 8, 1), s)
+        for work in more:
+            work()
+        return d.end_capture(s)
+
+    first, second = capture(a, 10), capture(b, 20)
+    longer = capture(b, 30, lambda: d.memset(b, 0, 8, s))
+    d.begin_capture(s)
+    d.copy_h2d(b, host, 8, s)
+    d.launch(rig.add, (1, 1, 1), (128, 1, 1), (b, 8, 1), s)
+    other = d.end_capture(s)
+    d.memset(a, 0, 8, s)
+    d.memset(b, 0, 8, s)
+    made = d.instantiate(first)
+    d.replay(made, s)  # this one may still wait in its stream when the exec changes
+    d.update(made, second)
+    assert (rig.read(a, 8), rig.read(b, 8)) == (bytes([11] * 8), bytes(8))
+    d.memset(a, 0, 8, s)
+    d.replay(made, s)
+    assert (rig.read(a, 8), rig.read(b, 8)) == (bytes(8), bytes([21] * 8))
+    for different in (longer, other):
+        with pytest.raises(DeviceError) as caught:
+            d.update(made, different)
+        assert caught.value.code == "graph-mismatch"
+    # A refusal leaves it as it was, and it needs none of the graphs.
+    for graph in (first, second, longer, other):
+        d.destroy_graph(graph)
+    with pytest.raises(DeviceError) as caught:
+        d.update(made, second)
+    assert caught.value.code == "destroyed-handle"
+    d.memset(b, 0, 8, s)
+    d.replay(made, s)
+    assert rig.read(b, 8) == bytes([21] * 8)
+    # It touches what the second touched: the first's memory may go.
+    d.free(a)
+    d.replay(made, s)
+    d.synchronize(s)
+    d.free(b)
+    with pytest.raises(DeviceError) as caught:
+        d.replay(made, s)
+        d.synchronize(s)
+    assert (caught.value.code, caught.value.subject) == ("use-after-free", "b")
+    d.destroy_exec(made)
+    d.pinned_free(host)
