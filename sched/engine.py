@@ -37,6 +37,7 @@ from .core import events as ev
 from .face import DEFAULT, AdapterReply, Default, Source
 from .generation import Generation
 from .lifecycle import Parts
+from .seen import StagedReport
 from .shell import Pending
 from .streams import Outlet, Stream
 from .text.sink import TextSink
@@ -334,6 +335,11 @@ class Engine:
     def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""
         return self._live().core.story(subject)
+
+    def staged(self, name: str) -> StagedReport | None:
+        """What the newest staging of an adapter saw; ``None`` for one not staged since it is known
+        (of the last 1024 names)."""
+        return self._live().shell.seen.of(name)
 
     @property
     def tokenizer(self) -> Tokenizer:

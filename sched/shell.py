@@ -23,6 +23,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core.core import Core
 from .failures import to_error, to_failure
+from .seen import Seen
 from .staging import StageRunner, source_key
 from .streams import Stream
 from .timings import Timings
@@ -84,6 +85,7 @@ class Shell:
         self._last_id = 0
         self._floor = 0.0
         self.timings = Timings(time.perf_counter)
+        self.seen = Seen()
         self.closed = anyio.Event()
         self.broken: RotaError | None = None
 
@@ -261,9 +263,9 @@ class Shell:
             case fx.Relayout(max_loras, max_rank):
                 job = partial(self._executor.relayout, max_loras, max_rank)
                 self._device(job, self._relayout_over)
-            case fx.StartStage(stage, _, source):
+            case fx.StartStage(stage, name, source):
                 assert self._tasks is not None
-                self._tasks.start_soon(self._stage, stage, self._sources[source])
+                self._tasks.start_soon(self._stage, stage, name, self._sources[source])
             case fx.CancelStage(stage):
                 self._stager.cancel(stage)
             case fx.DropImage(image):
@@ -296,6 +298,8 @@ class Shell:
         if pending is None:
             return
         pending.reply = effect
+        if effect.outcome in ("unloaded", "still-draining"):
+            self.seen.forget(effect.name)
         staged = self._stager.images.get(effect.image)
         pending.report = staged.report if staged is not None else None
         if effect.failure is not None:
@@ -375,7 +379,7 @@ class Shell:
             failure = to_failure(as_rota_error(error))
             self._deliver(ev.RelayoutFailed(failure, is_fatal(error)))
 
-    async def _stage(self, stage: int, source: Any) -> None:
+    async def _stage(self, stage: int, name: str, source: Any) -> None:
         try:
             outcome = await self._stager.run(stage, source)
         except RotaError as error:
@@ -386,6 +390,7 @@ class Shell:
         else:
             image = outcome.cached if outcome.cached >= 0 else stage
             self._stager.keep(image, outcome)
+            self.seen.note(name, outcome.staged)
             if outcome.cached < 0:
                 self.timings.staged(getattr(outcome.staged.report, "seconds", {}))
             made = outcome.staged.image

@@ -19,6 +19,23 @@ from .pack import as_f32
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """One kind of module, in all layers together.
+
+    Attributes:
+        module: its leaf, e.g. ``"q_proj"``.
+        pairs: matched pairs.
+        ranks: that occur, ascending.
+        scales: that occur, ascending.
+    """
+
+    module: str
+    pairs: int
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """Report of one staged adapter.
 
@@ -40,6 +57,8 @@ class LoadReport:
         seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
             was left to wait for of the digest, which is taken beside audit and pack. By a recipe
             the four take turns, and each has all its time.
+        modules: rank and scale by kind of module, in walk order; ``()`` from a weight peer that
+            does not tell them.
     """
 
     tensors: int
@@ -56,6 +75,7 @@ class LoadReport:
     slot_bytes: int
     file_bytes: int
     seconds: Mapping[str, float]
+    modules: tuple[ModuleReport, ...] = ()
 
 
 def delta_norms(image: SlotImage, layout: SlotLayout) -> npt.NDArray[np.float64]:

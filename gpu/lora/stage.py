@@ -23,14 +23,15 @@ from .affine import pack_affine
 from .audit import Audited, audit
 from .buffers import blank
 from .config import PeftConfig, parse_config
+from .dims import LoraModule
 from .image import SlotImage
 from .intake import Intake
 from .layout import SlotLayout
 from .mlx import to_peft_tensors
 from .overlay import BaseRows, pack_overlay
-from .pack import pack_pairs, reuse_buffer
+from .pack import PairTensors, pack_pairs, reuse_buffer
 from .recipe import Recipes, Terms
-from .report import LoadReport
+from .report import LoadReport, ModuleReport
 from .safefile import FileLimits, Tensor, parse_shards
 from .source import AdapterSource, StreamedSource
 
@@ -214,4 +215,20 @@ def _report(
         slot_bytes=layout.slot_bytes,
         file_bytes=file_bytes,
         seconds=seconds,
+        modules=_modules(audited, layout),
+    )
+
+
+def _modules(audited: Audited, layout: SlotLayout) -> tuple[ModuleReport, ...]:
+    found: dict[LoraModule, list[PairTensors]] = {}
+    for pair in audited.pairs:
+        found.setdefault(layout.pairs[pair.index].module, []).append(pair)
+    return tuple(
+        ModuleReport(
+            module.label,
+            len(pairs),
+            tuple(sorted({pair.rank for pair in pairs})),
+            tuple(sorted({round(pair.scale, 6) for pair in pairs})),
+        )
+        for module, pairs in sorted(found.items())
     )

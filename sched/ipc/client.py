@@ -27,6 +27,7 @@ from ...gpu.lora.source import BytesSource, DirectorySource
 from ...gpu.model.params import SamplingParams
 from ..core.snapshot import Stats
 from ..face import DEFAULT, AdapterReply, Default, Source
+from ..seen import StagedReport
 from ..wake import loop_poster
 from . import wire
 from .address import Address, dial, parse_address
@@ -53,9 +54,9 @@ class Client:
 
     The methods are those of :class:`~rota.sched.engine.Engine`. What differs: ``stats()`` is the
     newest snapshot at hand (each answer to a command brings one; ``await refresh()`` asks for
-    one), ``chat_prompt`` and ``story`` are coroutines, and a directory must exist on the engine's
-    machine. Other errors than the engine's own: EngineClosedError ``engine-gone`` when the
-    connection is lost, and on entry EngineClosedError ``engine-unreachable``, WireError
+    one), ``chat_prompt``, ``story`` and ``staged`` are coroutines, and a directory must exist on
+    the engine's machine. Other errors than the engine's own: EngineClosedError ``engine-gone`` when
+    the connection is lost, and on entry EngineClosedError ``engine-unreachable``, WireError
     ``unauthorized``, ``version-mismatch`` or ``schema-mismatch``.
     """
 
@@ -321,6 +322,12 @@ class Client:
     async def story(self, subject: str) -> list[str]:
         """What happened to ``"seq 3"``, ``"slot 1"`` or ``"adapter sql"``, oldest first."""
         return list((await self._ask(wire.GetStory(subject))).lines)
+
+    async def staged(self, name: str) -> StagedReport | None:
+        """What the newest staging of an adapter saw; ``None`` for one not staged since it is known
+        (of the last 1024 names)."""
+        seen = await self._ask(wire.GetStaged(name))
+        return None if isinstance(seen, wire.Nothing) else StagedReport(seen.digest, seen.report)
 
     @property
     def info(self) -> wire.ModelCard:

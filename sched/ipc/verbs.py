@@ -203,6 +203,9 @@ async def answer(engine: Any, verb: wire.Verb, uploads: Uploads, sources: Source
             return wire.Nothing()
         case wire.GetStory(subject):
             return wire.Lines(tuple(engine.story(subject)))
+        case wire.GetStaged(name):
+            seen = engine.staged(name)
+            return wire.Nothing() if seen is None else wire.Seen(seen.digest, seen.report)
         case wire.ChatPrompt(messages):
             return wire.Ids(tuple(await in_thread(engine.chat_prompt, _messages(messages))))
         case wire.Encode(text):

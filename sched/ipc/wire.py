@@ -210,6 +210,12 @@ class GetStory(msgspec.Struct, frozen=True, tag="story", array_like=True):
     subject: str
 
 
+class GetStaged(msgspec.Struct, frozen=True, tag="staged", array_like=True):
+    """What staging saw of an adapter: a Seen, or Nothing."""
+
+    name: str
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", array_like=True):
     """Token ids of a chat, by the model's template. ``messages``: JSON bytes of a list."""
 
@@ -228,7 +234,18 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", array_like=True):
     ids: tuple[int, ...]
 
 
-Verb = Adapter | Named | Unload | Resize | GetStats | GetStory | ChatPrompt | Encode | Pieces
+Verb = (
+    Adapter
+    | Named
+    | Unload
+    | Resize
+    | GetStats
+    | GetStory
+    | GetStaged
+    | ChatPrompt
+    | Encode
+    | Pieces
+)
 
 
 class Call(_Message, tag=40, frozen=True):
@@ -257,6 +274,13 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", array_like=True):
     seconds: float
 
 
+class Seen(msgspec.Struct, frozen=True, tag="seen", array_like=True):
+    """A :class:`~rota.sched.seen.StagedReport`, field by field."""
+
+    digest: str
+    report: LoadReport | None
+
+
 class Lines(msgspec.Struct, frozen=True, tag="lines", array_like=True):
     lines: tuple[str, ...]
 
@@ -273,7 +297,7 @@ class Nothing(msgspec.Struct, frozen=True, tag="nothing", array_like=True):
     """The answer is in the Result's other fields."""
 
 
-Answer = Outcome | Lines | Ids | Bytes | Nothing
+Answer = Outcome | Seen | Lines | Ids | Bytes | Nothing
 
 
 class Result(_Message, tag=42, frozen=True):

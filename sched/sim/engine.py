@@ -32,6 +32,7 @@ from ..core import Core, CoreConfig, Stats
 from ..core import events as ev
 from ..face import DEFAULT, AdapterReply, Default, Source
 from ..generation import Generation
+from ..seen import StagedReport
 from ..shell import Shell
 from ..staging import Held, Stager
 from ..streams import Outlet, Stream
@@ -316,6 +317,9 @@ class SimEngine:
     def story(self, subject: str) -> list[str]:
         self._live()
         return self.core.story(subject)
+
+    def staged(self, name: str) -> StagedReport | None:
+        return self._live().seen.of(name)
 
 
 def _id(shell: Shell, source: Source) -> int:

@@ -232,7 +232,7 @@ class Admin:
         return json_response({"object": "lora.active", "active": stats.default_adapter})
 
     async def inspect(self, request: Request) -> Response:
-        """Where an adapter is, and its story: what happened to it, oldest first."""
+        """Where an adapter is, what its newest staging saw, and its story, oldest first."""
         name = request.path_params["name"]
         stats = await self._text.stats()
         adapter = next((a for a in stats.adapters if a.name == name), None)
@@ -241,6 +241,7 @@ class Admin:
         slots = [msgspec.to_builtins(s) for s in stats.slots if s.name == name]
         for slot in slots:
             slot["adapter_id"] = str(slot["adapter_id"])
+        staged = await self._text.staged(name)
         return json_response(
             {
                 "object": "lora.adapter",
@@ -249,6 +250,7 @@ class Admin:
                 "generation": adapter.generation,
                 "slots": slots,
                 "jobs": adapter.jobs,
+                "staged": None if staged is None else msgspec.to_builtins(staged),
                 "story": await self._text.story(f"adapter {name}"),
             }
         )

@@ -12,6 +12,7 @@ import anyio.to_thread
 from ..core.snapshot import Stats
 from ..failures import to_error
 from ..ipc.client import Client
+from ..seen import StagedReport
 from ..text.pieces import token_bytes
 
 _PIECES = 65_536
@@ -25,6 +26,7 @@ class Text(Protocol):
     async def pieces(self, ids: Sequence[int]) -> list[bytes]: ...
     async def stats(self) -> Stats: ...
     async def story(self, subject: str) -> list[str]: ...
+    async def staged(self, name: str) -> StagedReport | None: ...
     async def ping(self) -> None: ...
 
 
@@ -52,6 +54,10 @@ class LocalText:
     async def story(self, subject: str) -> list[str]:
         lines: list[str] = self._engine.story(subject)
         return lines
+
+    async def staged(self, name: str) -> StagedReport | None:
+        seen: StagedReport | None = self._engine.staged(name)
+        return seen
 
     async def ping(self) -> None:
         _alive(self._engine.stats())
@@ -86,6 +92,9 @@ class RemoteText:
 
     async def story(self, subject: str) -> list[str]:
         return await self._client.story(subject)
+
+    async def staged(self, name: str) -> StagedReport | None:
+        return await self._client.staged(name)
 
     async def ping(self) -> None:
         _alive(await self._client.refresh())

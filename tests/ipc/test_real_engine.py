@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import rota
+from rota.sched.inspect_adapter import add_inspect_parser, inspect
 from rota.sched.ipc.server import IpcServer
 
 pytestmark = pytest.mark.anyio
@@ -23,6 +26,8 @@ async def test_answers_over_ipc_are_the_oracles(tmp_path: Path) -> None:
     tensors = (folder / "adapter_model.safetensors").read_bytes()
     config = (folder / "adapter_config.json").read_bytes()
     got: dict[str, list[int]] = {}
+    told = argparse.ArgumentParser()
+    add_inspect_parser(told.add_subparsers())
 
     async def ask(engine: rota.Client, case: str, adapter: str | None) -> None:
         params = rota.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
@@ -37,6 +42,31 @@ async def test_answers_over_ipc_are_the_oracles(tmp_path: Path) -> None:
             by_path = await engine.load("attn_mlp_r8", ORACLE / "adapters" / "attn_mlp_r8")
             assert by_path.report is not None and by_path.report.pairs > 0
             await engine.load("rslora_r16_bf16", (tensors, config))
+            # What `rota inspect --json` says of the files, whichever way they came.
+            seen = await engine.staged("rslora_r16_bf16")
+            assert seen == real.staged("rslora_r16_bf16") and seen is not None
+            _, facts = inspect(
+                told.parse_args(["inspect", str(folder), "--model", str(ORACLE / "base")])
+            )
+            report = json.loads(msgspec.json.encode(seen.report))
+            for row in facts["modules"]:
+                del row["norm"]
+            facts = json.loads(msgspec.json.encode(facts))
+            assert seen.digest == facts["digest"]
+            for same in ("modules", "ignored", "notes", "ranks", "scales", "by_module", "tensors"):
+                assert report[same] == facts[same], same
+            assert report["file_bytes"] == facts["file_bytes"]
+            assert report["slot_bytes"] > 0 and {m["module"] for m in report["modules"]}
+            assert await engine.staged("nobody") is None
+            await engine.register("late", ORACLE / "adapters" / "attn_mlp_r8")
+            assert await engine.staged("late") is None
+            await engine.promote("late")
+            assert (again := await engine.staged("late")) is not None
+            assert again.digest == real.staged("attn_mlp_r8").digest  # type: ignore[union-attr]
+            await engine.unload("late")
+            await engine.register("late", folder)
+            assert await engine.staged("late") is None  # nothing is told of other bytes
+            await engine.unload("late")
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask, engine, "base", None)
                 for name in ("attn_mlp_r8", "rslora_r16_bf16"):

@@ -15,7 +15,7 @@ from rota.errors import InternalError, RejectError, StagingError
 from rota.gpu.lora.dims import LoraModule, ModelDims
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.layout import Elem, SlotLayout
-from rota.gpu.lora.report import delta_norms
+from rota.gpu.lora.report import ModuleReport, delta_norms
 from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import BytesSource, DirectorySource
 from rota.gpu.lora.stage import StageLimits, stage
@@ -301,6 +301,10 @@ def test_report(kit: Any) -> None:
     assert report.by_module == {"q_proj": 2, "up_proj": 1}
     assert report.dtypes == {"F32": 4, "BF16": 2}
     assert report.ranks == ((2, 3),) and report.scales == ((2.0, 3),)
+    assert report.modules == (
+        ModuleReport("q_proj", 2, (2,), (2.0,)),
+        ModuleReport("up_proj", 1, (2,), (2.0,)),
+    )
     assert report.seconds == {"read": 1.0, "digest": 1.0, "audit": 1.0, "pack": 1.0}
     assert report.slot_bytes == kit.layout().slot_bytes
     assert report.file_bytes == len(kit.file(tensors))

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from rota.errors import DeviceError
+from rota.gpu.lora.safefile import FileLimits
+from rota.gpu.lora.source import DirectorySource
 from rota.sched.sim.engine import SimEngine, sim_content, sim_text
 from rota.sched.web.app import create_app
 from rota.sched.web.settings import HttpSettings
@@ -85,6 +87,13 @@ async def test_rotas_own_routes(serving: Any, adapter: Any, ipc: bool) -> None:
         assert await said(face, "z") == text(B)
         seen = (await face.http.get("/v1/lora/inspect/z", headers=auth)).json()
         assert seen["state"] == "resident" and seen["generation"] == 2 and seen["story"]
+        assert seen["staged"] == {
+            "digest": DirectorySource(b).read(FileLimits()).digest(),
+            "report": None,
+        }  # a simulated engine
+        await post("register", name="later", path=a)
+        cold = (await face.http.get("/v1/lora/inspect/later", headers=auth)).json()
+        assert cold["staged"] is None
         assert (await post("unload", name="z"))["outcome"] == "unloaded"
         assert (await face.http.get("/v1/lora/inspect/z", headers=auth)).status_code == 404
 
