@@ -160,6 +160,19 @@ class Peer:
         seconds = {"resolve": found.resolved - want.begun, "transfer": read - found.resolved}
         return _timed(staged, seconds | dict(staged.report.seconds))
 
+    def counters(self) -> dict[str, int | float]:
+        """The peer's own numbers: counts since its start (``opens``, ``packs``, ``bytes_sent``,
+        ``errors``...) and what it holds now (``region_bytes``, ``leases``, ``connections_now``...).
+
+        Raises:
+            StagingError: peer-unreachable, peer-lost, peer-timeout.
+            CapacityError: peer-busy.
+            WireError: the peer breaks the protocol, or the secret is wrong.
+        """
+        answer = self._over(None, lambda session: session.link.call(m.Status()))
+        assert isinstance(answer, m.Counters)  # the link takes no other answer
+        return dict(answer.values)
+
     def _stage_over(self, session: Session, want: Wanted) -> StagedAdapter | _Files:
         """What the peer's image gives, or the files."""
         layout, carrier = want.layout, self._carrier(session)

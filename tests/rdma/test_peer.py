@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import socket
@@ -197,6 +198,24 @@ def test_progress_and_phases(kit: Any, serve: Any, tmp_path: Path) -> None:
         staged = stage(source, kit.large)
         assert set(staged.report.seconds) == names <= set(PHASES), "all have a metric"
         assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] and len(seen) > 1
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+def test_anybody_with_the_secret_may_read_the_counters(
+    kit: Any, serve: Any, folder: Path, packed: Any
+) -> None:
+    running = serve({"one": folder})
+    one = Peer(running.address, "one", secret=kit.secret, packed=packed)
+    before = one.counters()
+    assert before["opens"] == before["packs"] == before["errors"] == 0
+    landed = stage(one, kit.small).image
+    with pytest.raises(RequestError):
+        stage(dataclasses.replace(one, adapter="nothing"), kit.small)
+    after = one.counters()
+    assert after["packs"] == (packed == "always") and after["opens"] >= 1
+    assert after["region_bytes"] >= landed.nbytes > 0 and after["connections_now"] >= 1
+    assert after["bytes_sent"] - before["bytes_sent"] >= landed.nbytes
+    assert refusal(dataclasses.replace(one, secret=b"guess").counters).code == "wire-auth-failed"
 
 
 def test_refusals_over_the_wire(kit: Any, serve: Any, folder: Path) -> None:
