@@ -108,17 +108,12 @@ class LoraPool:
         self._mirror = np.zeros(table_bytes, np.uint8)
         factors = self._mirror[: 16 * cells].view(np.uint64)
         self._factors = factors.reshape(2, n_pairs, max_loras)  # a, b
-        self._a = self._factors[0]
-        self._scale = (
-            self._mirror[16 * cells : 20 * cells].view(np.float32).reshape(n_pairs, max_loras)
-        )
+        scale = self._mirror[16 * cells : 20 * cells].view(np.float32)
+        self._scale = scale.reshape(n_pairs, max_loras)
         self._embed_counts = self._mirror[self._embed_off :][: 4 * max_loras].view(np.int32)
         self._head_counts = self._mirror[self._head_off :][: 4 * max_loras].view(np.int32)
-        self._affine = (
-            self._mirror[self._affine_off :][: 8 * n_affine * max_loras]
-            .view(np.uint64)
-            .reshape(n_affine, max_loras)
-        )
+        affine = self._mirror[self._affine_off :][: 8 * n_affine * max_loras].view(np.uint64)
+        self._affine = affine.reshape(n_affine, max_loras)
         self._rows = np.full(max_rows, -1, np.int32)
         offsets = [[p.a_off for p in layout.pairs], [p.b_off for p in layout.pairs]]
         self._offsets = np.array(offsets, np.uint64)
@@ -296,7 +291,7 @@ class LoraPool:
     def present(self, slot: int, pair: int) -> bool:
         """True when ``slot`` holds an adapter with that pair (as of the last command)."""
         self._check(slot)
-        return bool(self._a[pair, slot] != 0)
+        return bool(self._factors[0, pair, slot] != 0)
 
     def scale(self, slot: int, pair: int) -> float:
         """Scale of that pair, 0.0 where absent (as of the last command)."""
