@@ -10,6 +10,7 @@ its own x, slot and weights alone, whatever the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,7 +98,25 @@ class LoraGroup:
     Holds addresses only; the tables must outlive it. Contents of tables may change between calls.
     With a scratch a numba kernel serves, without one the torch reference; with `dot` the one that
     multiplies pairs of bf16, which the processor must know (`bf16.has_dot`).
+
+    A step calls some hundred groups, and what each call touches has left the caches since the step
+    before: hence slots, and no calls on the way to the kernel.
     """
+
+    __slots__ = (
+        "_address",
+        "_entry",
+        "_fields",
+        "_kernel",
+        "_need",
+        "_scratch",
+        "_tag",
+        "dtype",
+        "k_in",
+        "max_loras",
+        "rank",
+        "slices",
+    )
 
     def __init__(
         self,
@@ -130,8 +149,13 @@ class LoraGroup:
         self.max_loras = max_loras
         self.dtype = dtype
         self._scratch = scratch
-        self._dot = dot and dtype == torch.bfloat16
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
+        self._kernel: Any = bgmv_kernel.lora_delta_kernel
+        self._need = bgmv_kernel.scratch_bytes(k_in, rank, 0)
+        if dot and dtype == torch.bfloat16:
+            self._kernel = bgmv_dot.lora_dot_kernel
+            self._need = bgmv_dot.scratch_bytes(k_in, rank, 0)
+        self._entry: Any = None
         fields = [k_in, rank, max_loras, len(slices)]
         for part in slices:
             fields += [part.a_table, part.b_table, part.scales, part.n_out, part.column]
@@ -161,17 +185,15 @@ class LoraGroup:
         Raises:
             InternalError: "slot-out-of-range"; what the call wrote before is undefined.
         """
-        if self._scratch is not None:
-            if self._dot:
-                kernel = bgmv_dot.lora_dot_kernel
-                need = bgmv_dot.scratch_bytes(self.k_in, self.rank, n_rows)
-            else:
-                kernel = bgmv_kernel.lora_delta_kernel
-                need = bgmv_kernel.scratch_bytes(self.k_in, self.rank, n_rows)
-            bad: int = kernel(
+        scratch = self._scratch
+        if scratch is not None:
+            need = self._need + bgmv_kernel.ROW_BYTES * n_rows
+            if need > scratch.size:
+                scratch.at_least(need)
+            bad: int = (self._entry or self._start)(
                 self._tag,
                 self._address,
-                self._scratch.at_least(need),
+                scratch.address,
                 x_addr,
                 x_stride,
                 out_addr,
@@ -196,3 +218,9 @@ class LoraGroup:
             row_slot_addr,
             n_rows,
         )
+
+    def _start(self, *scalars: float) -> int:
+        """The first call: it may compile. Later ones go straight to the compiled code."""
+        bad: int = self._kernel(*scalars)
+        self._entry = self._kernel.entry(self._tag)
+        return bad

@@ -40,6 +40,8 @@ ROW_TILE = 16
 HEADER = 4
 AHEAD = 8
 FIELDS = 5
+ROW_BYTES = 4
+"""Bytes of scratch memory that each row adds: its place in the order."""
 
 
 def scratch_bytes(k_in: int, rank: int, max_rows: int) -> int:

@@ -77,6 +77,10 @@ class Compiled:
             entry = self._entries[type(tag)] = self._load((tag, *scalars))
         return entry(tag, *scalars)
 
+    def entry(self, tag: float) -> Any:
+        """The compiled code for tags like this, which a call has needed before."""
+        return self._entries[type(tag)]
+
     def _load(self, arguments: tuple[float, ...]) -> Any:
         kinds: list[type] = [float if isinstance(a, float) else int for a in arguments]
         letters = "".join("d" if kind is float else "q" for kind in kinds)

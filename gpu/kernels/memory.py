@@ -33,17 +33,24 @@ def strided_at(
 
 
 class Scratch:
-    """Host memory that only grows; its contents live for one kernel call."""
+    """Host memory that only grows; its contents live for one kernel call.
+
+    Attributes:
+        address: of the memory, 16-byte aligned; changes when it grows.
+        size: bytes there are.
+    """
+
+    __slots__ = ("_memory", "address", "size")
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._address = 0
-        self._size = 0
+        self.address = 0
+        self.size = 0
 
     def at_least(self, size: int) -> int:
-        """Return the address of at least `size` bytes, 16-byte aligned."""
-        if size > self._size:
+        """Return the address of at least `size` bytes."""
+        if size > self.size:
             self._memory = torch.empty(size, dtype=torch.uint8)
-            self._address = self._memory.data_ptr()
-            self._size = size
-        return self._address
+            self.address = self._memory.data_ptr()
+            self.size = size
+        return self.address
