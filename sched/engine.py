@@ -52,7 +52,9 @@ Hold = Callable[[AdapterSource], int]
 class Engine:
     """Serves one base model with many LoRA adapters; see :class:`EngineConfig` for every option.
 
-    ``on_load`` is told of each of ``adapters`` when it is loaded (to show progress).
+    To show progress, ``on_weights`` is told of the model's weights while they are read (tensors
+    begun, tensors in all; from the device thread), ``on_load`` of each of ``adapters`` when it is
+    loaded.
     Use as an async context manager, on asyncio or trio. All methods are called from the event loop
     that entered it. Raises ModelError, DeviceError or RejectError on entry when the model, the
     device or a start-up adapter cannot be served; then nothing stays allocated.
@@ -64,12 +66,13 @@ class Engine:
         adapters: Mapping[str, Source] | None = None,
         *,
         on_load: Callable[[str, AdapterReply], None] | None = None,
+        on_weights: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> None:
         self.config = _config(options)
         self._model_dir = Path(model_dir)
         self._adapters = dict(adapters or {})
-        self._on_load = on_load
+        self._on_load, self._on_weights = on_load, on_weights
         self._parts: Parts | None = None
         self._entered_by: int | None = None
         self._rng = random.Random(self.config.seed)
@@ -80,7 +83,7 @@ class Engine:
             raise CommandError("the engine is running already", code="already-running")
         self._entered_by = anyio.get_current_task().id
         try:
-            self._parts = await Parts.open(self.config, self._model_dir)
+            self._parts = await Parts.open(self.config, self._model_dir, self._on_weights)
             await self._load_startup()
         except BaseException:
             await self.aclose()

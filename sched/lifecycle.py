@@ -6,6 +6,7 @@ was opened is closed exactly once, also when opening fails half way or is cancel
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from ..gpu.lora.source import AdapterSource
 from ..gpu.lora.stage import Held, stage
 from ..gpu.model.options import RunnerOptions
 from ..gpu.model.runner import Runner
+from ..gpu.model.tensors import Progress
 from ..gpu.model.torch_runner import TorchRunner
 from .config import EngineConfig
 from .core import Core, CoreConfig
@@ -56,20 +58,22 @@ class Parts:
         self.chat: ChatTemplate
 
     @classmethod
-    async def open(cls, config: EngineConfig, model_dir: Path) -> Parts:
+    async def open(
+        cls, config: EngineConfig, model_dir: Path, told: Progress | None = None
+    ) -> Parts:
         """Start everything. Raises ModelError or DeviceError; then nothing stays allocated."""
         parts = cls(config)
         parts.thread.start()
         try:
-            await parts._open(model_dir)
+            await parts._open(model_dir, told)
         except BaseException:
             await parts.close()
             raise
         return parts
 
-    async def _open(self, model_dir: Path) -> None:
+    async def _open(self, model_dir: Path, told: Progress | None) -> None:
         config = self.config
-        self.runner = await self._on_device(partial(_load_runner, config, model_dir))
+        self.runner = await self._on_device(partial(_load_runner, config, model_dir, told))
         self.tokenizer = await anyio.to_thread.run_sync(_load_tokenizer, model_dir)
         self.chat = await anyio.to_thread.run_sync(ChatTemplate.from_dir, model_dir)
         info = self.runner.info
@@ -179,12 +183,15 @@ class Parts:
             _log.error("the device thread still runs; it is left behind as a daemon")
 
 
-def _load_runner(config: EngineConfig, model_dir: Path) -> Runner | TorchRunner:
+def _load_runner(
+    config: EngineConfig, model_dir: Path, told: Progress | None
+) -> Runner | TorchRunner:
+    options = dataclasses.replace(_options(config), progress=told)
     device = open_device(config.device)
     try:
         if not device.host_addressable:
-            return TorchRunner.load(model_dir, device, _options(config))
-        return Runner.load(model_dir, device, _options(config), use_numba=config.use_numba)
+            return TorchRunner.load(model_dir, device, options)
+        return Runner.load(model_dir, device, options, use_numba=config.use_numba)
     except BaseException:
         device.close()
         raise

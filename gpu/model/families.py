@@ -16,6 +16,7 @@ from .hybrid import HybridModel
 from .kv import KvCache
 from .llama import LlamaModel
 from .states import StateArena
+from .tensors import Progress
 from .weights import DtypeName, HybridWeights, Weights, load_hybrid_weights, load_weights
 
 HostModel = LlamaModel | HybridModel
@@ -23,7 +24,12 @@ HostWeights = Weights | HybridWeights
 
 
 def read(
-    model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DtypeName,
+    *,
+    use_numba: bool,
+    told: Progress | None = None,
 ) -> tuple[HostWeights, HostKernels]:
     """The weights of ``model_dir``, and the kernels they were packed for.
 
@@ -31,7 +37,7 @@ def read(
         ModelError: as `load_weights` and `load_hybrid_weights`.
     """
     load = load_hybrid_weights if config.gated else load_weights
-    weights, kernels = load(model_dir, config, dtype, use_numba=use_numba)
+    weights, kernels = load(model_dir, config, dtype, use_numba=use_numba, told=told)
     kernels.settle()
     return weights, kernels
 

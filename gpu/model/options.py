@@ -19,6 +19,7 @@ from .config import ModelConfig
 from .contract import RunnerInfo
 from .kv import blocks_within, kv_bytes_per_block, spare_bytes
 from .states import StateArena, state_bytes
+from .tensors import Progress
 from .weights import DtypeName
 
 MAX_STEP_TOKENS: Final = 1 << 16
@@ -45,6 +46,7 @@ class RunnerOptions:
             needed.
         snapshots: of recurrent states; fewer where they would take more than an eighth of what is
             free.
+        progress: told of tensors as they are read, on the device thread.
 
     Raises:
         DeviceError: bad-argument.
@@ -64,6 +66,7 @@ class RunnerOptions:
     max_sequences: int = 64
     spill_bytes: int = 0
     snapshots: int = 0
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -153,7 +153,9 @@ class Runner:
         options = RunnerOptions() if options is None else options
         path = Path(model_dir)
         config = load_config(path)
-        weights, kernels = read(path, config, options.dtype, use_numba=use_numba)
+        weights, kernels = read(
+            path, config, options.dtype, use_numba=use_numba, told=options.progress
+        )
         linears = BaseLinears(path, kernels.dtype, config.to_lora_dims())
         try:
             runner = cls(device, config, weights, kernels, linears, options)

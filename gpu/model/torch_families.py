@@ -14,6 +14,7 @@ import torch
 from ..tensors import TensorSpace
 from .config import ModelConfig
 from .states import StateArena
+from .tensors import Progress
 from .torch_hybrid import TorchHybrid
 from .torch_kv import TorchKv
 from .torch_llama import TorchLlama
@@ -23,7 +24,11 @@ from .weights import DtypeName, HybridWeights, Weights, pack_weights
 
 
 def read(
-    model_dir: Path, config: ModelConfig, dtype: DtypeName, space: TensorSpace
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DtypeName,
+    space: TensorSpace,
+    told: Progress | None = None,
 ) -> tuple[Weights | HybridWeights, torch.dtype]:
     """The weights of ``model_dir``, their matrices on the space, and the engine's dtype.
 
@@ -31,7 +36,7 @@ def read(
         ModelError: as `pack_weights`.
     """
     weights, packer = pack_weights(
-        model_dir, config, dtype, lambda target: TorchPacker(space, target)
+        model_dir, config, dtype, lambda target: TorchPacker(space, target), told
     )
     return weights, packer.dtype
 

@@ -190,7 +190,7 @@ class TorchRunner:
         path = Path(model_dir)
         config = load_config(path)
         chosen = open_space(device) if space is None else space
-        weights, served_in = read(path, config, options.dtype, chosen)
+        weights, served_in = read(path, config, options.dtype, chosen, options.progress)
         linears = BaseLinears(path, served_in, config.to_lora_dims())
         try:
             runner = cls(

@@ -25,7 +25,7 @@ from ..kernels.host import HostKernels
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .hybrid_weights import HybridLayer, hybrid_layer, hybrid_shapes, left_aside, text_name
-from .tensors import Linear, Packer, TensorLoader
+from .tensors import Linear, Packer, Progress, TensorLoader
 
 logger = logging.getLogger("rota.gpu.model.weights")
 
@@ -127,7 +127,12 @@ def engine_dtype(checkpoint: Checkpoint, dtype: DtypeName) -> torch.dtype:
 
 
 def load_weights(
-    model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DtypeName,
+    *,
+    use_numba: bool,
+    told: Progress | None = None,
 ) -> tuple[Weights, HostKernels]:
     """Read, check, convert and pack the weights of a llama family.
 
@@ -140,14 +145,18 @@ def load_weights(
     """
     with Checkpoint(model_dir) as checkpoint:
         kernels = HostKernels(engine_dtype(checkpoint, dtype), use_numba=use_numba)
-        return _load(TensorLoader(checkpoint, kernels), config, _layer), kernels
+        return _load(TensorLoader(checkpoint, kernels, told), config, _layer), kernels
 
 
 PackerT = TypeVar("PackerT", bound=Packer)
 
 
 def pack_weights(
-    model_dir: Path, config: ModelConfig, dtype: DtypeName, packer: Callable[[torch.dtype], PackerT]
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DtypeName,
+    packer: Callable[[torch.dtype], PackerT],
+    told: Progress | None = None,
 ) -> tuple[Weights | HybridWeights, PackerT]:
     """The weights of any family for a packer that is made once the engine's dtype is known.
 
@@ -158,20 +167,25 @@ def pack_weights(
         if config.gated:
             checkpoint.rename(text_name)
         made = packer(engine_dtype(checkpoint, dtype))
-        loader = TensorLoader(checkpoint, made)
+        loader = TensorLoader(checkpoint, made, told)
         if config.gated:
             return _load(loader, config, hybrid_layer), made
         return _load(loader, config, _layer), made
 
 
 def load_hybrid_weights(
-    model_dir: Path, config: ModelConfig, dtype: DtypeName, *, use_numba: bool
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: DtypeName,
+    *,
+    use_numba: bool,
+    told: Progress | None = None,
 ) -> tuple[HybridWeights, HostKernels]:
     """`load_weights` of a hybrid family. Raises also ModelError two-names."""
     with Checkpoint(model_dir) as checkpoint:
         checkpoint.rename(text_name)
         kernels = HostKernels(engine_dtype(checkpoint, dtype), use_numba=use_numba)
-        return _load(TensorLoader(checkpoint, kernels), config, hybrid_layer), kernels
+        return _load(TensorLoader(checkpoint, kernels, told), config, hybrid_layer), kernels
 
 
 def _check_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
@@ -230,6 +244,7 @@ def _load(
     layer_of: Callable[[TensorLoader, ModelConfig, int], LayerT],
 ) -> ModelWeights[LayerT]:
     ignored = _check_all(loader.checkpoint, config)
+    loader.total = len(loader.checkpoint.names()) - len(ignored)
     embed = loader.tensor(_EMBED)
     layers = tuple(layer_of(loader, config, layer) for layer in range(config.num_layers))
     final_norm = loader.tensor(_NORM)

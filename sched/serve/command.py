@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -46,12 +46,17 @@ _log = logging.getLogger("rota.sched.serve")
 _GRACE_S = 10
 
 
-OnLoad = Callable[[str, AdapterReply], None]
+class Opening(NamedTuple):
+    """Who is told how far an engine is: ``loaded`` of each start-up adapter, ``weights`` of the
+    model's tensors (begun, in all; from any thread)."""
+
+    loaded: Callable[[str, AdapterReply], None]
+    weights: Callable[[int, int], None]
 
 
-def open_engine(options: Options, adapters: Mapping[str, Source], on_load: OnLoad) -> Any:
-    """The engine to serve, not entered yet: our own with start-up ``adapters``, each told to
-    ``on_load`` when it is loaded, or a client of a process."""
+def open_engine(options: Options, adapters: Mapping[str, Source], told: Opening) -> Any:
+    """The engine to serve, not entered yet: our own with start-up ``adapters``, or a client of a
+    process."""
     config = options.serve
     if config.connect is not None:
         return connect(config.connect, token=config.ipc_token)
@@ -62,24 +67,27 @@ def open_engine(options: Options, adapters: Mapping[str, Source], on_load: OnLoa
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     assert config.model is not None
-    return Engine(config.model, adapters, on_load=on_load, **options.engine)
+    return Engine(
+        config.model, adapters, on_load=told.loaded, on_weights=told.weights, **options.engine
+    )
 
 
 @contextlib.contextmanager
-def progress(what: str, adapters: int, console: Console) -> Iterator[OnLoad]:
-    """Shows that ``what`` is being opened, how long it takes and how many of its adapters are
-    loaded: a bar on a terminal, a line for each adapter anywhere."""
+def progress(what: str, adapters: int, console: Console) -> Iterator[Opening]:
+    """Shows that ``what`` is being opened and how long it takes, how many of its tensors are read
+    and how many of its adapters loaded: bars on a terminal, a line for each adapter anywhere."""
     columns = (
         SpinnerColumn(),
-        TextColumn("opening {task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("adapters"),
+        TextColumn("{task.fields[unit]}"),
         TimeElapsedColumn(),
     )
-    shown = columns if adapters else (*columns[:2], columns[-1])
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=adapters or None)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        model = bar.add_task(f"opening {what}", total=None, unit="")
+        task = bar.add_task("loading", total=adapters, unit="adapters", visible=adapters > 0)
 
         def loaded(name: str, reply: AdapterReply) -> None:
             console.print(
@@ -87,14 +95,17 @@ def progress(what: str, adapters: int, console: Console) -> Iterator[OnLoad]:
             )
             bar.advance(task)
 
-        yield loaded
+        def read(done: int, total: int) -> None:
+            bar.update(model, completed=done, total=total, unit="tensors")
+
+        yield Opening(loaded, read)
 
 
 async def serve(
     options: Options,
     console: Console,
     *,
-    engine: Callable[[Options, Mapping[str, Source], OnLoad], Any] = open_engine,
+    engine: Callable[[Options, Mapping[str, Source], Opening], Any] = open_engine,
     ready: Callable[[], None] = lambda: None,
     task_status: anyio.abc.TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -114,8 +125,8 @@ async def serve(
             _check_tls(config)
         sock = stack.enter_context(listen(config)) if config.http else None
         adapters = sources.all(config.adapters)
-        with progress(str(config.model or config.connect), len(adapters), console) as on_load:
-            live = await stack.enter_async_context(engine(options, adapters, on_load))
+        with progress(str(config.model or config.connect), len(adapters), console) as told:
+            live = await stack.enter_async_context(engine(options, adapters, told))
         for name, source in sources.all(config.stageable).items():
             await live.register(name, source)
         ready()

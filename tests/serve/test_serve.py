@@ -26,10 +26,11 @@ from rota.errors import CommandError, EngineClosedError
 from rota.sched.config import EngineConfig
 from rota.sched.core import Core, CoreConfig
 from rota.sched.core.snapshot import AdapterStats, SlotStats
+from rota.sched.engine import Engine
 from rota.sched.face import AdapterReply
 from rota.sched.ipc.client import connect
 from rota.sched.serve import add_serve_parser, add_top_parser, run_serve
-from rota.sched.serve.command import OnLoad, progress, serve
+from rota.sched.serve.command import Opening, progress, serve
 from rota.sched.serve.options import HELP, Options, ServeConfig, read_options
 from rota.sched.serve.top import draw, watch
 from rota.sched.sim.engine import SimEngine
@@ -128,11 +129,14 @@ def test_check_prints_the_options_without_secrets() -> None:
     assert "a-secret-key" not in out.getvalue() and "hush" not in out.getvalue()
 
 
+ORACLE = Path(__file__).resolve().parents[1] / "data" / "oracle"
+
+
 def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def simulated(_: Options, adapters: Mapping[str, Any], on_load: OnLoad) -> Any:
+def simulated(_: Options, adapters: Mapping[str, Any], told: Opening) -> Any:
     return SimEngine()
 
 
@@ -292,15 +296,30 @@ def test_top_shows_leases_waits_and_what_is_coming() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_loads_are_told_and_on_a_terminal_there_is_a_bar(terminal: bool) -> None:
+def test_opening_is_told_and_on_a_terminal_there_are_bars(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=terminal, color_system=None)
-    with progress("tiny", 2, console) as loaded:
+    with progress("[tiny]", 2, console) as told:
+        told.weights(3, 12)
+        told.weights(12, 12)
         for slot, name in enumerate(("sql", "[red]")):
-            loaded(name, AdapterReply("done", name, slot, 1, 7, None, None, 0.251))
+            told.loaded(name, AdapterReply("done", name, slot, 1, 7, None, None, 0.251))
     shown = out.getvalue()
     assert "loaded sql into slot 0 in 0.25 s" in shown and "loaded [red] into slot 1" in shown
-    assert ("2/2" in shown) == terminal == ("opening tiny" in shown)
+    for part in ("2/2", "adapters", "12/12", "tensors", "opening [tiny]"):
+        assert (part in shown) == terminal, part
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("family", ["llama", "qwen35"])
+async def test_an_engine_tells_how_many_tensors_it_has_read(family: str) -> None:
+    """Each once, and all of them in the end."""
+    told: list[tuple[int, int]] = []
+    sizes: dict[str, Any] = {"dtype": "float32", "max_lora_rank": 8, "kv_bytes": 1 << 22}
+    async with Engine(ORACLE / family / "base", on_weights=lambda *at: told.append(at), **sizes):
+        pass
+    total = told[0][1]
+    assert told == [(done, total) for done in range(1, total + 1)]
 
 
 @pytest.mark.anyio
@@ -328,7 +347,7 @@ async def test_a_signal_ends_everything_in_order(tmp_path: Path) -> None:
     config = options("m", "--port", "0", "--ipc", str(tmp_path / "rota.sock"))
     kept: list[SimEngine] = []
 
-    def remembered(given: Options, adapters: Mapping[str, Any], on_load: OnLoad) -> SimEngine:
+    def remembered(given: Options, adapters: Mapping[str, Any], told: Opening) -> SimEngine:
         kept.append(SimEngine())
         return kept[0]
 
