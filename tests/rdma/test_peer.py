@@ -28,11 +28,14 @@ from rota.rdma import messages as m
 from rota.rdma.address import parse_address, parse_peer_url
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
+from rota.rdma.hosts import VerbsPeer
 from rota.rdma.link import Link, SocketStream
 from rota.rdma.peer import PeerLimits
 from rota.rdma.store import StoreLimits
+from rota.rdma.wire1 import GotManifest, QueuePair1, Ready, ServerRails, Wire1Client
 from rota.sched.core.spread import PHASES
 
+from .fabric import Fabric, FakeDevice
 from .proxy import Proxy
 
 HYBRID = ModelDims(5, 48, 256, 64, 128, 80, 128)
@@ -329,6 +332,34 @@ def test_a_client_costs_one_thread_at_most(kit: Any, serve: Any, folder: Path) -
     settled(4)
     running.stop()
     assert threads() == 0
+
+
+def test_a_version_1_client_is_served_too(kit: Any, serve: Any, folder: Path) -> None:
+    """The whole exchange over a real socket, up to the status, and everything given back."""
+    fabric = Fabric()
+    verbs = VerbsPeer([FakeDevice(fabric)])
+    running = serve({"one": folder}, secret=None, verbs=verbs, version1=True)
+    device, proto, events = FakeDevice(fabric), Wire1Client("one"), list[Any]()
+    with socket.create_connection(parse_address(running.address)) as client:
+        client.settimeout(30)
+        while not events or not isinstance(events[-1], Ready):
+            client.sendall(proto.data_to_send())
+            proto.receive_data(client.recv(1 << 16))
+            for event in proto.events():
+                events.append(event)
+                if isinstance(event, GotManifest):
+                    proto.choose_rails(2)
+                elif isinstance(event, ServerRails):
+                    proto.send_rails([QueuePair1(1, 2, device.gid)] * 2)
+        assert running.peer.store.counters()["leases"] == 1 and fabric.open == 2
+    manifest = events[0].manifest
+    assert sum(manifest.shard_lens) == (folder / "adapter_model.safetensors").stat().st_size
+    stage(Peer(running.address, "one"), kit.small)  # and version 2 beside it
+    until = time.monotonic() + 30
+    while running.peer.counters()["connections_now"]:
+        assert time.monotonic() < until
+        threading.Event().wait(0.01)
+    assert running.peer.store.counters()["leases"] == 0 and fabric.open == 0
 
 
 def test_the_loop_waits_for_no_lock_of_the_store(kit: Any, serve: Any, folder: Path) -> None:
