@@ -29,6 +29,7 @@ from .cuda import CudaDevice
 from .device import Device, Stream
 
 TYPES: Final = {
+    torch.float64: ("<f8", None),
     torch.float32: ("<f4", None),
     torch.bfloat16: ("<i2", torch.bfloat16),
     torch.int32: ("<i4", None),

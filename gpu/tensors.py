@@ -45,7 +45,7 @@ class TensorSpace(Protocol):
         Args:
             address: of the first element, aligned to the element.
             shape: sizes; no bounds are checked.
-            dtype: float32, bfloat16, int32, int64 or uint8.
+            dtype: float64, float32, bfloat16, int32, int64 or uint8.
         """
         ...
 

@@ -48,6 +48,15 @@ def to_failure(error: BaseException) -> Failure:
     )
 
 
+def of_device(error: BaseException) -> tuple[Failure, bool]:
+    """Any failure of a device job as data, with a code; and whether the device is dead for good
+    (CUDA's sticky errors say so in their code)."""
+    if not isinstance(error, RotaError):
+        error = DeviceError(f"{type(error).__name__}: {error}", code="device-failed")
+    fatal = isinstance(error, DeviceError) and error.code in ("device-dead", "device-closed")
+    return to_failure(error), fatal
+
+
 def to_error(failure: Failure) -> RotaError:
     """The exception a caller gets for a failure."""
     return _CLASSES.get(failure.kind, InternalError)(

@@ -22,13 +22,13 @@ from ..errors import EngineClosedError, RotaError
 from .core import effects as fx
 from .core import events as ev
 from .core.core import Core
-from .failures import to_error, to_failure
+from .failures import of_device, to_error, to_failure
 from .seen import Seen
 from .staging import StageRunner, source_key
 from .streams import Stream
 from .timings import Timings
 from .wake import loop_poster
-from .worker import Executor, JobQueue, OutputLike, as_rota_error, ignore, is_fatal
+from .worker import Beside, Executor, JobQueue, OutputLike, StepJobs, ignore
 
 _log = logging.getLogger("rota.sched.shell")
 
@@ -66,6 +66,7 @@ class Shell:
         self._core = core
         self._executor = executor
         self._thread = thread
+        self._steps = StepJobs(executor, thread)
         self._stager = stager
         self._observer = observer
         self._post = loop_poster()
@@ -178,6 +179,7 @@ class Shell:
             self._turn(ev.Plan())
             if self.closed.is_set():
                 return
+            self._steps.planned(self._core.steps_in_flight)
             wake_at = self._core.next_wake()
             if self._inbox:
                 continue
@@ -237,15 +239,15 @@ class Shell:
             case fx.Token():
                 self._token(effect)
             case fx.RunStep(step, rows):
-                self._device(partial(self._executor.step, rows), partial(self._step_over, step))
+                self._steps.put(rows, partial(self._step_over, step))
             case fx.Ended():
                 self._ended(effect)
             case fx.OpenSequence(seq):
                 opening = self._openings.pop(seq)
-                job = partial(self._executor.open_sequence, seq, opening.prompt, opening.sampling)
-                self._device(job, partial(self._open_over, seq))
+                opened = Beside(self._executor.open_sequence, seq, opening.prompt, opening.sampling)
+                self._device(opened, partial(self._open_over, seq))
             case fx.CloseSequence(seq):
-                self._device(partial(self._executor.close_sequence, seq), ignore)
+                self._device(Beside(self._executor.close_sequence, seq), ignore)
             case fx.Spill(seq, blocks):
                 job = partial(self._executor.spill, seq, blocks)
                 self._device(job, partial(self._copied, seq, ev.SpillDone, ev.SpillFailed))
@@ -253,7 +255,7 @@ class Shell:
                 job = partial(self._executor.restore, seq, places)
                 self._device(job, partial(self._copied, seq, ev.RestoreDone, ev.RestoreFailed))
             case fx.DropState(seq):
-                self._device(partial(self._executor.drop_state, seq), ignore)
+                self._device(Beside(self._executor.drop_state, seq), ignore)
             case fx.Commit(commit, slot, image):
                 staged = self._stager.images[image]
                 write = self.timings.commit(partial(self._executor.commit, slot, staged.image))
@@ -330,8 +332,7 @@ class Shell:
         self, step: int, outputs: list[OutputLike] | None, error: BaseException | None
     ) -> None:
         if error is not None:
-            failure = to_failure(as_rota_error(error))
-            self._deliver(ev.StepFailed(step, failure, is_fatal(error)))
+            self._deliver(ev.StepFailed(step, *of_device(error)))
             return
         assert outputs is not None
         rows = tuple(
@@ -363,21 +364,19 @@ class Shell:
             self._deliver(done(seq))
         else:
             _log.warning("a copy of sequence %d failed, it is recomputed: %s", seq, error)
-            self._deliver(failed(seq, to_failure(as_rota_error(error)), is_fatal(error)))
+            self._deliver(failed(seq, *of_device(error)))
 
     def _commit_over(self, commit: int, _: Any, error: BaseException | None) -> None:
         if error is None:
             self._deliver(ev.CommitDone(commit))
         else:
-            failure = to_failure(as_rota_error(error))
-            self._deliver(ev.CommitFailed(commit, failure, is_fatal(error)))
+            self._deliver(ev.CommitFailed(commit, *of_device(error)))
 
     def _relayout_over(self, _: Any, error: BaseException | None) -> None:
         if error is None:
             self._deliver(ev.RelayoutDone())
         else:
-            failure = to_failure(as_rota_error(error))
-            self._deliver(ev.RelayoutFailed(failure, is_fatal(error)))
+            self._deliver(ev.RelayoutFailed(*of_device(error)))
 
     async def _stage(self, stage: int, name: str, source: Any) -> None:
         try:

@@ -2,6 +2,10 @@
 
 Everything that touches device memory goes through here. A commit placed between two steps in the
 queue *is* the barrier. Owns the thread and the executor it drives; decides nothing.
+
+Where the executor can queue a step without waiting for it (:class:`Overlapping`), the thread holds
+the last one until the queue says what comes behind it: another step is queued first, anything else
+waits for it. Answers come in the order of the jobs, whatever fails.
 """
 
 from __future__ import annotations
@@ -9,10 +13,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol, runtime_checkable
 
-from ..errors import DeviceError, InternalError, RotaError
+from ..errors import InternalError, RotaError
 
 _log = logging.getLogger("rota.sched.worker")
 
@@ -68,6 +74,30 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class Flight(Protocol):
+    """A step that is queued. ``finish`` waits for it, unless ``settled``, and answers or raises as
+    ``step`` does."""
+
+    @property
+    def settled(self) -> bool: ...
+    def finish(self) -> Sequence[OutputLike]: ...
+
+
+@runtime_checkable
+class Overlapping(Protocol):
+    """An executor whose steps may be queued behind one that runs."""
+
+    def begin(self, rows: Sequence[Any]) -> Flight: ...
+
+
+class Begin(partial[Any]):
+    """A job that queues a step and returns its :class:`Flight`."""
+
+
+class Beside(partial[Any]):
+    """A job that touches nothing a step in flight reads or writes, so that none is waited for."""
+
+
 class JobQueue(Protocol):
     """Where device jobs go, in order: :class:`DeviceThread`, or a simulated one."""
 
@@ -84,8 +114,15 @@ def ignore(_: Any, error: BaseException | None) -> None:
         _log.warning("a device job failed: %s", error)
 
 
+IN_FLIGHT: Final = 2
+"""Steps queued on the device at once: behind more, nothing is gained."""
+
+
 class DeviceThread:
     """Runs jobs one after the other until told to stop.
+
+    A :class:`Begin` is answered when its step is over: the thread waits for it once a second step
+    is queued behind, or when any other job but a :class:`Beside` comes; see :class:`StepJobs`.
 
     ``limit`` bounds the queue; the shell never has more in flight than its own limits allow, so a
     full queue is a bug (InternalError ``device-queue-full``), not a wait.
@@ -93,6 +130,7 @@ class DeviceThread:
 
     def __init__(self, limit: int) -> None:
         self._queue: queue.Queue[tuple[Callable[[], Any], Done] | None] = queue.Queue(limit)
+        self._flights: deque[tuple[Flight, Done]] = deque()
         self._thread = threading.Thread(target=self._run, name="rota-device", daemon=True)
 
     def start(self) -> None:
@@ -120,23 +158,71 @@ class DeviceThread:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             job, done = item
-            try:
-                result = job()
-            except Exception as error:  # handed on: the shell ends what it concerns, by name
-                done(None, error)
+            if isinstance(job, Begin):
+                self._begin(job, done)
             else:
-                done(result, None)
+                if not isinstance(job, Beside):
+                    self._land(0)
+                _answer(job, done)
             # Keep nothing alive while waiting: a job may hold an image or a whole runner.
             del item, job, done
+        self._land(0)
+
+    def _begin(self, job: Begin, done: Done) -> None:
+        try:
+            flight: Flight = job()
+        except Exception as error:  # behind the answers of the steps before it
+            self._land(0)
+            done(None, error)
+            return
+        self._flights.append((flight, done))
+        self._land(0 if flight.settled else IN_FLIGHT - 1)
+
+    def _land(self, left: int) -> None:
+        """Answer the oldest steps until at most ``left`` are in flight."""
+        while len(self._flights) > left:
+            flight, done = self._flights.popleft()
+            _answer(flight.finish, done)
 
 
-def as_rota_error(error: BaseException) -> RotaError:
-    """Any failure of a device job as an error with a code."""
-    if isinstance(error, RotaError):
-        return error
-    return DeviceError(f"{type(error).__name__}: {error}", code="device-failed")
+def _answer(job: Callable[[], Any], done: Done) -> None:
+    try:
+        result = job()
+    except Exception as error:  # handed on: the shell ends what it concerns, by name
+        done(None, error)
+    else:
+        done(result, None)
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether the device is dead for good (CUDA's sticky errors say so in their code)."""
-    return isinstance(error, DeviceError) and error.code in ("device-dead", "device-closed")
+class StepJobs:
+    """Puts an executor's steps in the queue, and says when the last one for now is there.
+
+    Args:
+        executor: if it is :class:`Overlapping`, its steps may be in flight.
+        jobs: the queue.
+    """
+
+    def __init__(self, executor: Executor, jobs: JobQueue) -> None:
+        self._jobs = jobs
+        self._step = executor.step
+        self._begin = executor.begin if isinstance(executor, Overlapping) else None
+        self._begun = self._told = 0
+
+    def put(self, rows: Sequence[Any], done: Done) -> None:
+        """Queue a step."""
+        if self._begin is None:
+            self._jobs.put(partial(self._step, rows), done)
+        else:
+            self._begun += 1
+            self._jobs.put(Begin(self._begin, rows), done)
+
+    def planned(self, in_flight: int) -> None:
+        """Planning is over, with so many steps unanswered. If it is one, none follows for now, and
+        the thread need not hold it for another; of two, it answers the first anyway."""
+        if in_flight == 1 and self._told != self._begun:
+            self._told = self._begun
+            self._jobs.put(_nothing, ignore)
+
+
+def _nothing() -> None:
+    pass

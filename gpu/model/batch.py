@@ -8,7 +8,7 @@ unless every row passed `StepBatch.fill`; tokens of a row lie side by side, rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ import torch
 
 from ...errors import InternalError, RotaError
 from ..kernels.rope import BLOCK_TOKENS
+
+IN_FLIGHT: Final = -2
+"""In place of a token that its step has yet to choose: the device will have it."""
 
 
 class RowInput(msgspec.Struct, frozen=True):
@@ -94,6 +97,8 @@ class StepBatch:
         slots: slot of each token. last: index of each row's last token.
         unfed: rows that name a row of the step before that sampled nothing. They are fed token 0,
             so that the others run, and are to be answered with an error.
+        fed: (row, row of the step before) of rows whose token that step has yet to choose. They
+            are fed token 0 here; the device has the token before it begins.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -112,11 +117,16 @@ class StepBatch:
         self.slots: list[int] = []
         self.last: list[int] = []
         self.unfed: list[int] = []
+        self.fed: list[tuple[int, int]] = []
         self._sampled: list[tuple[int, int]] = []
 
     def sampled(self, outputs: Sequence[RowOutput]) -> None:
         """Remember what the step sampled, for rows of the next one."""
         self._sampled = [(output.seq, output.token) for output in outputs]
+
+    def queued(self, rows: Sequence[RowLike]) -> None:
+        """Remember that the step of these rows is queued and has sampled nothing yet."""
+        self._sampled = [(row.seq, IN_FLIGHT if row.sample else -1) for row in rows]
 
     def fill(self, rows: Sequence[RowLike]) -> int:
         """Check every row, write the arrays, return the number of tokens.
@@ -128,6 +138,7 @@ class StepBatch:
         before, self._sampled = self._sampled, []
         self._check(rows)
         unfed: list[int] = []
+        fed: list[tuple[int, int]] = []
         slots: list[int] = []
         last: list[int] = []
         at = 0
@@ -139,8 +150,12 @@ class StepBatch:
             if count == 1:
                 token = row.tokens[0]
                 if token < 0:
-                    token = self._fed(row, ~token, before)
-                    if token < 0:
+                    source = ~token
+                    token = self._fed(row, source, before)
+                    if token == IN_FLIGHT:
+                        fed.append((index, source))
+                        token = 0
+                    elif token < 0:
                         unfed.append(index)
                         token = 0
                 tokens[at], positions[at] = token, start
@@ -159,7 +174,7 @@ class StepBatch:
             at += count
             last.append(at - 1)
         np.add(positions[:at], 1, out=self._lens[:at])
-        self.slots, self.last, self.unfed = slots, last, unfed
+        self.slots, self.last, self.unfed, self.fed = slots, last, unfed, fed
         if at and not 0 <= int(tokens[:at].min()) <= int(tokens[:at].max()) < self.limits.vocab:
             raise self._bad("a token id outside the vocabulary", None, self.limits.vocab, None)
         return at

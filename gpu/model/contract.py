@@ -78,13 +78,26 @@ def step_outputs(
         choices: of the rows that sample, in order.
         batch: filled with these rows.
     """
+    outputs = answers(rows, choices, batch.unfed)
+    batch.sampled(outputs)
+    return outputs
+
+
+def answers(
+    rows: Sequence[RowLike], choices: Iterable[Choice], unfed: Iterable[int]
+) -> list[RowOutput]:
+    """A step's answer, in row order.
+
+    Args:
+        choices: of the rows that sample, in order.
+        unfed: rows that were fed a sample nobody made.
+    """
     chosen = iter(choices)
     outputs = [
         _output(row.seq, next(chosen)) if row.sample else RowOutput(row.seq, -1) for row in rows
     ]
-    for index in batch.unfed:
+    for index in unfed:
         outputs[index] = RowOutput(rows[index].seq, -1, error=_not_fed(rows[index].seq))
-    batch.sampled(outputs)
     return outputs
 
 
@@ -144,6 +157,10 @@ class OpenSequences:
         """Forget every sequence."""
         self._samplers.clear()
 
+    def samplers(self, seqs: Sequence[int]) -> list[Sampler | None]:
+        """The sampler of each of ``seqs``, ``None`` where that is not open."""
+        return [self._samplers.get(seq) for seq in seqs]
+
     def choose(
         self, seqs: Sequence[int], choose: Callable[[list[int], list[Sampler]], list[Choice]]
     ) -> list[Choice]:
@@ -153,19 +170,21 @@ class OpenSequences:
             seqs: the sequence of each row of logits.
             choose: called with the rows whose sequence is open, and their samplers.
         """
-        samplers = [self._samplers.get(seq) for seq in seqs]
+        samplers = self.samplers(seqs)
         rows = [row for row, sampler in enumerate(samplers) if sampler is not None]
         # Opening was refused for the others; these go on.
         chosen = iter(choose(rows, [s for s in samplers if s is not None]))
         return [
-            Choice(-1, error=_not_open(seq)) if sampler is None else next(chosen)
+            not_open(seq) if sampler is None else next(chosen)
             for seq, sampler in zip(seqs, samplers, strict=True)
         ]
 
 
-def _not_open(seq: int) -> InternalError:
-    return InternalError(
+def not_open(seq: int) -> Choice:
+    """What a row of a sequence without a sampler is answered."""
+    error = InternalError(
         "this sequence was never opened, or is closed",
         code="sequence-not-open",
         subject=f"sequence {seq}",
     )
+    return Choice(-1, error=error)

@@ -5,7 +5,8 @@ and who holds which place; behind the places of sequences lie those of snapshots
 names. Invariants: the arena never grows or moves; a sequence's state has seen exactly the positions
 0..n-1, so the next row starts at n, at 0 with a state of zeros, or where a snapshot was taken with
 a copy of it; nothing is changed unless every row of a step was found right; a step that failed
-leaves its sequences without a state, and the snapshots it was to write empty.
+leaves its sequences without a state, and the snapshots it was to write empty. Where torch's work is
+queued, "seen" means: in the order of the stream.
 """
 
 from __future__ import annotations
@@ -240,12 +241,18 @@ class StateArena:
                 self._copy(self._places[row.seq], self._place_of(row.save))
 
     def done(self, rows: Sequence[RowLike]) -> None:
-        """The step of these rows is over: their states have seen their tokens, and so have the
-        snapshots they name."""
+        """The step of these rows is over, or all of it queued: their states have seen their tokens,
+        and so have the snapshots they name."""
         for row in rows:
             position = self._seen[row.seq] = row.start + len(row.tokens)
             if row.save >= 0:
                 self._kept[row.save] = position
+
+    def failed(self, rows: Sequence[RowLike]) -> None:
+        """What was queued for these rows, and called done, has failed."""
+        for row in rows:
+            self._seen.pop(row.seq, None)
+            self._kept.pop(row.save, None)
 
     def copy_of(self, seq: int, tokens: int) -> StateCopy:
         """A copy of the state of ``seq``, which has seen more than ``tokens - 16`` tokens and not

@@ -1,13 +1,15 @@
-"""A step's rows on the device: fixed arrays that one copy fills.
+"""A step's rows on the device: fixed arrays that one copy fills, and what the step chooses.
 
-What it owns: a pinned block, its device twin, and tensors over both. Invariants: addresses never
-change, so graphs may hold them; the pinned block is written only while no copy from it is queued,
-which holds because every step waits for its results.
+What it owns: one block on the device, tensors over it, and pinned twins of its two ends, one for
+each of two steps in flight. Invariants: addresses never change, so graphs may hold them; a step's
+ids lie beside the tokens of the next, so that one gather makes a step's ids of both; a pinned twin
+is used again only when the step before that had it is over, which whoever calls `send` sees to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -23,13 +25,17 @@ from ..tensors import TensorSpace
 from .batch import StepBatch
 
 ALIGN: Final = 256
+TWINS: Final = 2
+"""Steps in flight at most."""
 
 
 class DeviceBatch:
     """The arrays a forward pass reads.
 
     Attributes (on the device; cut them to the step):
-        tokens, positions, mapping: int64 ``[tokens]``; mapping is each token's KV cell.
+        chosen: int64 ``[rows]``, what the step chose; the next one's rows may be fed from there.
+        peaks: float32 ``[rows]``, the greatest logit of each.
+        positions, mapping: int64 ``[tokens]``; mapping is each token's KV cell.
         lens: int32 ``[rows]``, keys the row's last token sees.
         tables: int32 ``[rows, blocks]``.
         picked: int64 ``[rows]``, the token of each row that is sampled from.
@@ -51,9 +57,12 @@ class DeviceBatch:
     ) -> None:
         self._device = device
         kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "peaks": ((rows,), torch.float32),
+            "chosen": ((rows,), torch.int64),
             "tokens": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),
             "mapping": ((tokens,), torch.int64),
+            "sources": ((tokens,), torch.int64),
             "slots": ((tokens,), torch.int64),
             "picked": ((rows,), torch.int64),
             "places": ((rows,), torch.int64),
@@ -66,34 +75,49 @@ class DeviceBatch:
             offsets[name] = size
             size = round_up(size + dtype.itemsize * int(np.prod(shape)), ALIGN)
         self._fixed, self._blocks = offsets["tables"], blocks
-        self._host: int | None = None
+        self._first = offsets["tokens"]
+        word = torch.int64.itemsize
+        # Where a token of the copy lies, counted from the first id chosen.
+        self._own = (self._first - offsets["chosen"]) // word + np.arange(tokens)
+        self._host: list[int] = []
         self._memory: int | None = device.alloc(size, label="step arrays")
         try:
-            self._host = device.pinned_alloc(size, label="step arrays (host)")
+            for _ in range(TWINS):
+                self._host.append(device.pinned_alloc(size, label="step arrays (host)"))
         except DeviceError:
             self.close()
             raise
         device_views = {
             name: space.view(self._memory + offsets[name], *kind) for name, kind in kinds.items()
         }
-        host_views: dict[str, npt.NDArray[Any]] = {
-            name: view_at(self._host + offsets[name], *kind).numpy() for name, kind in kinds.items()
-        }
-        for view in host_views.values():
-            view[...] = 0
-        self.tokens, self.positions = device_views["tokens"], device_views["positions"]
+        self._at: list[dict[str, npt.NDArray[Any]]] = [
+            {name: view_at(host + at, *kinds[name]).numpy() for name, at in offsets.items()}
+            for host in self._host
+        ]
+        for twin in self._at:
+            for view in twin.values():
+                view[...] = 0
+        self.chosen, self.peaks = device_views["chosen"], device_views["peaks"]
+        span = (self._first - offsets["chosen"]) // word + tokens
+        self._ids = space.view(self._memory + offsets["chosen"], (span,), torch.int64)
+        self._sources, self.positions = device_views["sources"], device_views["positions"]
         self.mapping, self.lens = device_views["mapping"], device_views["lens"]
         self.tables, self.picked = device_views["tables"], device_views["picked"]
         self.places, self.slots = device_views["places"], device_views["slots"]
         self.row_slots = self._memory + offsets["row_slots"]
-        self._at = host_views
+
+    def tokens(self, n: int) -> torch.Tensor:
+        """int64 ``[n]``, newly made: the step's tokens, fed ones from what the last step chose."""
+        return self._ids.index_select(0, self._sources[:n])
 
     def send(
         self,
         batch: StepBatch,
         *,
+        twin: int,
         n: int,
         rows: int,
+        fed: Sequence[tuple[int, int]],
         kernel_slots: Sequence[int],
         picked: Sequence[int],
         places: Sequence[int],
@@ -106,14 +130,16 @@ class DeviceBatch:
 
         Args:
             batch: filled.
+            twin: the pinned block to use; no step in flight may have it.
             n: its tokens. rows: its rows.
+            fed: (token, place in `chosen`) of tokens that the step before chooses.
             kernel_slots: slot of each token for the kernels, -1 for none.
             picked: tokens that are sampled from.
             places: of the rows' states; none in families without.
             padded: tokens (and rows) of a decode step with its padding, or ``n`` for others.
             waste: the KV cell padding writes. waste_place: the state it moves.
         """
-        at, extra = self._at, slice(n, padded)
+        at, extra = self._at[twin], slice(n, padded)
         for name, source, pad in (
             ("tokens", batch.tokens, 0),
             ("positions", batch.positions, 0),
@@ -121,6 +147,9 @@ class DeviceBatch:
         ):
             at[name][:n] = source[:n].numpy()
             at[name][extra] = pad
+        at["sources"][:padded] = self._own[:padded]
+        for token, place in fed:
+            at["sources"][token] = place
         at["slots"][:n] = batch.slots
         at["row_slots"][:n] = kernel_slots
         at["slots"][extra] = at["row_slots"][extra] = -1
@@ -135,16 +164,28 @@ class DeviceBatch:
             at["places"][rows:padded] = waste_place
             at["tables"][rows:padded] = waste // BLOCK_TOKENS
             used = padded
-        assert self._memory is not None and self._host is not None
-        nbytes = self._fixed + 4 * used * self._blocks
-        self._device.copy_h2d(self._memory, self._host, nbytes, stream)
+        assert self._memory is not None
+        nbytes = self._fixed - self._first + 4 * used * self._blocks
+        host, memory = self._host[twin] + self._first, self._memory + self._first
+        self._device.copy_h2d(memory, host, nbytes, stream)
+
+    def fetch(self, twin: int, stream: Stream) -> None:
+        """Queue the copy of what the step chose to the pinned block it was sent from."""
+        assert self._memory is not None
+        self._device.copy_d2h(self._host[twin], self._memory, self._first, stream)
+
+    def choices(self, twin: int) -> tuple[list[int], list[float]]:
+        """What `fetch` brought, once the stream has passed it: ids and greatest logits."""
+        at = self._at[twin]
+        return at["chosen"].tolist(), at["peaks"].tolist()
 
     def close(self) -> None:
-        """Free both blocks, once."""
-        self._at = {}
+        """Free all blocks, once; one refusal does not keep the rest."""
+        self._at = []
         memory, self._memory = self._memory, None
-        host, self._host = self._host, None
-        if memory is not None:
-            self._device.free(memory)
-        if host is not None:
-            self._device.pinned_free(host)
+        with ExitStack() as stack:
+            for host in self._host:
+                stack.callback(self._device.pinned_free, host)
+            self._host = []
+            if memory is not None:
+                stack.callback(self._device.free, memory)

@@ -7,8 +7,8 @@ model's math runs, and that a row's last bits may depend on the size of its batc
 A step whose rows all feed one token is padded to a bucket and replayed from a graph (`gpu.graphs`):
 the first step of a shape runs eagerly, which loads its kernels, the next one is captured. Other
 steps, and steps with a token overlay, run eagerly. Invariants: padding rows have slot -1 and write
-KV nobody reads; a refused capture costs one log line and no step; every step ends with the stream
-done, and one that failed is waited for by the next.
+KV nobody reads; a refused capture costs one log line and no step. Steps may be in flight (`begin`,
+`torch_flights`): whatever else is asked for has its place behind them on the same stream.
 """
 
 from __future__ import annotations
@@ -28,24 +28,19 @@ from ..graphs import GraphCache
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
 from ..tensors import TensorSpace, open_space
-from .adapters import Adapters, slots_of
+from .adapters import Adapters
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
-from .contract import (
-    LogitsSink,
-    OpenSequences,
-    named_failure,
-    nothing_fed,
-    step_outputs,
-)
+from .contract import LogitsSink, OpenSequences, named_failure
 from .leftovers import Leftovers
 from .linears import BaseLinears
 from .options import RunnerOptions
-from .sampling import Choice, Sampler, SamplingParams
+from .sampling import SamplingParams
 from .spill import SpillStore
 from .states import StateArena, snapshots_within
 from .torch_families import bind, read
+from .torch_flights import Flights, StepFlight
 from .torch_kv import TorchKv
 from .torch_lora import DeviceGroups, widest_input
 from .torch_spill import PinnedCopies
@@ -83,8 +78,7 @@ class TorchRunner:
         self._copies: PinnedCopies | None = None
         self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
-        # What the last step queued may not have run: it failed before it could wait.
-        self._unsettled = False
+        self._flights: Flights | None = None
         self._leftovers = Leftovers()
         self.logits_sink: LogitsSink | None = None
         self.layout = options.layout(config, dtype)
@@ -149,6 +143,15 @@ class TorchRunner:
                     self._batch,
                     self._adapters,
                     GraphCache(device) if graphs and space.captures else None,
+                )
+                self._flights = Flights(
+                    device,
+                    space,
+                    self._stream,
+                    self._batch,
+                    self._sequences,
+                    self._states,
+                    self._steps,
                 )
         except BaseException:
             self._free()
@@ -315,38 +318,16 @@ class TorchRunner:
 
     def step(self, rows: Sequence[RowLike]) -> list[RowOutput]:
         """See `Runner.step`."""
-        steps = self._alive()
-        sampling = [i for i, row in enumerate(rows) if row.sample]
-        seqs = [rows[i].seq for i in sampling]
-        with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
-            if self._unsettled:
-                # It reads the arrays that this step fills, and would then run on these rows.
-                self._device.synchronize(self._stream)
-            self._unsettled = True
-            n = self._batch.fill(rows)
-            unfed = nothing_fed(rows, self._batch)
-            if unfed is not None:
-                self._unsettled = False
-                return unfed
-            slots = slots_of(self._adapters, rows)
-            if self._states is not None:
-                self._states.begin(rows)
-            logits, places = steps.run(rows, n, slots, sampling)
+        return self.begin(rows).finish()
 
-            def choose(chosen: list[int], samplers: list[Sampler]) -> list[Choice]:
-                assert logits is not None
-                return steps.choose(samplers, [places[i] for i in chosen], logits)
-
-            if self._states is not None:
-                self._states.save(rows)
-            choices = self._sequences.choose(seqs, choose) if seqs else []
-            self._device.synchronize(self._stream)
-            self._unsettled = False
-        if self._states is not None:
-            self._states.done(rows)
-        if self.logits_sink is not None and logits is not None:
-            self.logits_sink(seqs, logits.cpu()[places])
-        return step_outputs(rows, choices, self._batch)
+    def begin(self, rows: Sequence[RowLike]) -> StepFlight:
+        """Queue a step, whose rows the one before may feed. With two in flight already, the first
+        of them is waited for. A step that cannot be queued raises as `step` does; what goes wrong
+        later is raised by `StepFlight.finish`, and by those of the steps behind it.
+        """
+        self._alive()
+        assert self._flights is not None
+        return self._flights.begin(rows, self._adapters, self.logits_sink)
 
     # Life time
 
@@ -374,6 +355,8 @@ class TorchRunner:
                 if part is not None:
                     stack.callback(part.close)
             stack.callback(self._device.destroy_stream, self._stream)
+            if self._flights is not None:
+                stack.callback(self._flights.close)
             if self._steps is not None:
                 stack.callback(self._steps.close)
             stack.callback(self._device.synchronize, self._stream)

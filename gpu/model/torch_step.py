@@ -24,7 +24,6 @@ from ..tensors import TensorSpace
 from .adapters import Adapters, LayerPlan
 from .batch import RowLike, StepBatch
 from .config import ModelConfig
-from .sampling import Choice, Sampler
 from .states import StateArena
 from .token_matrices import TokenMatrices
 from .torch_batch import DeviceBatch
@@ -104,7 +103,7 @@ class StepRunner:
                 rows=self._rows,
                 blocks=self._blocks,
             )
-            self._sampler = DeviceSampler(device, space, config.vocab, self._rows)
+            self._sampler = DeviceSampler(device, space, config.vocab, self._rows, self._arrays)
         except BaseException:
             self.close()
             raise
@@ -134,11 +133,21 @@ class StepRunner:
 
     def warm(self, every_group: bool) -> None:
         """Run the one-row batch eagerly, with all LoRA kernels or none."""
-        self._send([1], [-1], [], padded=1)
+        self._send([1], [-1], [], padded=1, twin=0)
         self._decode(1, 1, "tokens" if every_group else "none")
 
+    def needs_tokens(self, slots: frozenset[int]) -> bool:
+        """Whether a step whose rows name these slots must know its tokens on the host."""
+        return self._adapters is not None and bool(self._adapters.token_matrices.overlays(slots))
+
     def run(
-        self, rows: Sequence[RowLike], n: int, slots: frozenset[int], sampling: list[int]
+        self,
+        rows: Sequence[RowLike],
+        n: int,
+        slots: frozenset[int],
+        sampling: list[int],
+        fed: Sequence[tuple[int, int]],
+        twin: int,
     ) -> tuple[torch.Tensor | None, list[int]]:
         """Queue the forward pass of the filled batch, argmax included.
 
@@ -146,6 +155,8 @@ class StepRunner:
             n: tokens of the batch.
             slots: that its rows name.
             sampling: indices of the rows that sample.
+            fed: (row, row of the last step's logits) of rows that step feeds.
+            twin: the pinned block to use; no step in flight may have it.
 
         Returns:
             Logits on the device (``None`` if no row samples) and the row of each sampling row.
@@ -153,10 +164,11 @@ class StepRunner:
         overlaid: frozenset[int] = frozenset()
         if self._adapters is not None:
             overlaid = self._adapters.token_matrices.overlays(slots)
+        at_tokens = [(self._batch.last[row], place) for row, place in fed]
         bucket = bucket_of(n) if n == len(rows) and not overlaid else None
         if bucket is None or bucket > self._rows:
-            return self._mixed(rows, n, slots, overlaid, sampling)
-        self._send([1] * n, self._batch.slots, [], padded=bucket)
+            return self._mixed(rows, n, slots, overlaid, sampling, at_tokens, twin)
+        self._send([1] * n, self._batch.slots, [], at_tokens, padded=bucket, twin=twin)
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         case: Case = "none"
         if self._adapters is not None and slots != {-1}:
@@ -167,23 +179,37 @@ class StepRunner:
         self._replay(bucket, span_of(longest, self._blocks), case)
         return (self._logits[:bucket], sampling) if sampling else (None, [])
 
-    def choose(
-        self, samplers: Sequence[Sampler], rows: Sequence[int], logits: torch.Tensor
-    ) -> list[Choice]:
-        """See `DeviceSampler.choose`."""
+    @property
+    def arrays(self) -> DeviceBatch:
+        """The step's arrays."""
+        assert self._arrays is not None
+        return self._arrays
+
+    @property
+    def sampler(self) -> DeviceSampler:
+        """Chooses from the logits that `run` returns; it has seen them."""
         assert self._sampler is not None
-        return self._sampler.choose(samplers, rows, logits, self._stream)
+        return self._sampler
 
     def _send(
-        self, lengths: list[int], slots: Sequence[int], picked: list[int], *, padded: int
+        self,
+        lengths: list[int],
+        slots: Sequence[int],
+        picked: list[int],
+        fed: Sequence[tuple[int, int]] = (),
+        *,
+        padded: int,
+        twin: int,
     ) -> tuple[Chunk, ...]:
         assert self._arrays is not None
         kernel_slots, chunks = split_rows(lengths, slots)
         states = self._states
         self._arrays.send(
             self._batch,
+            twin=twin,
             n=len(kernel_slots),
             rows=len(lengths),
+            fed=fed,
             kernel_slots=kernel_slots,
             picked=picked,
             places=() if states is None else states.held.tolist(),
@@ -225,7 +251,7 @@ class StepRunner:
         assert arrays is not None and sampler is not None
         tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
         attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
-        plan, tokens = None, arrays.tokens[:rows]
+        plan, tokens = None, arrays.tokens(rows)
         experts = shifted = NOWHERE
         matrices: TokenMatrices | None = None
         if case != "none" and self._adapters is not None:
@@ -286,13 +312,16 @@ class StepRunner:
         slots: frozenset[int],
         overlaid: frozenset[int],
         sampling: list[int],
+        fed: Sequence[tuple[int, int]],
+        twin: int,
     ) -> tuple[torch.Tensor | None, list[int]]:
         arrays, sampler, model = self._arrays, self._sampler, self._model
         assert arrays is not None and sampler is not None
         picked = [self._batch.last[i] for i in sampling]
         by_kind = StepRows.of(rows)
         lengths = by_kind.lengths
-        chunks = self._send(lengths, [row.slot for row in rows], picked, padded=n)
+        slots_of_rows = [row.slot for row in rows]
+        chunks = self._send(lengths, slots_of_rows, picked, fed, padded=n, twin=twin)
         plan = None
         experts = shifted = NOWHERE
         matrices: TokenMatrices | None = None
@@ -306,7 +335,8 @@ class StepRunner:
             plan = self._adapters.plan(frozenset(others))
             matrices = self._adapters.token_matrices
             changed = matrices.deltas(slots)
-        h = model.embed(arrays.tokens[:n])
+        tokens = arrays.tokens(n)
+        h = model.embed(tokens)
         if overlaid and self._overlays is not None:
             self._overlays.embeddings(
                 overlaid, self._batch.slots, self._batch.tokens[:n].numpy(), h
@@ -314,7 +344,7 @@ class StepRunner:
         # Not the kernels' slots: those leave out what goes through GEMMs.
         own = arrays.slots[:n].to(torch.int32) if changed else None
         if own is not None and matrices is not None:
-            matrices.add_embed(changed, arrays.tokens[:n], h, own.data_ptr())
+            matrices.add_embed(changed, tokens, h, own.data_ptr())
             self._space.join(self._stream)
         mixed = MixedRows(
             arrays, by_kind, zero=self._kv.zero_cell, scale=self._scale, width=self._width

@@ -172,6 +172,11 @@ class Core:
         return snapshot(self._state)
 
     @property
+    def steps_in_flight(self) -> int:
+        """Steps handed to the device and not answered yet."""
+        return len(self._state.steps)
+
+    @property
     def pool_shape(self) -> tuple[int, int]:
         """Slots, and the highest rank they hold."""
         return self._state.config.max_loras, self._state.config.max_rank

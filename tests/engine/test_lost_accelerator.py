@@ -23,7 +23,16 @@ LONG = rota.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("call", ["cuGraphLaunch", "cuStreamSynchronize", "cuLaunchKernelEx"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuGraphLaunch",
+        "cuEventSynchronize",
+        "cuEventRecord",
+        "cuMemcpyDtoHAsync",
+        "cuLaunchKernelEx",
+    ],
+)
 @pytest.mark.anyio
 async def test_a_lost_context_ends_what_runs_by_name_and_lets_the_engine_close(
     llama: Any,

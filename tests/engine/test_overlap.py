@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import rota
+from rota.gpu.decorators import TracingDevice
 from rota.gpu.host import HostDevice
+from rota.gpu.model import torch_runner
 from rota.gpu.model.config import load_config
 from rota.gpu.model.kv import kv_bytes_per_block
 from rota.gpu.model.options import RunnerOptions
@@ -157,3 +159,53 @@ async def test_the_accelerators_runner_too(llama: Any, monkeypatch: pytest.Monke
         for mine, other in zip(events, alone[key], strict=True):
             assert (*mine[:3], mine[5]) == (*other[:3], other[5])
             assert mine[3] == pytest.approx(other[3], abs=1e-4)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_on_an_accelerator_a_step_is_queued_before_the_last_is_waited_for(
+    llama: Any, cuda_machine: Any, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Of greedy rows beside drawn ones: between the launches of two steps, no call waits."""
+    if cuda_machine.fake is None:
+        pytest.skip("runs torch on the test driver")
+    from rota.gpu.fakecuda.torch_queue import QueueSpace
+
+    driver = cuda_machine.fake.reset()
+    trace: list[str] = []
+    spaces: list[QueueSpace] = []
+
+    def space_of(device: Any) -> QueueSpace:
+        spaces.append(QueueSpace(device.inner, driver))
+        return spaces[-1]
+
+    monkeypatch.setattr(
+        lifecycle, "open_device", lambda spec: TracingDevice(cuda_machine.open(), trace.append)
+    )
+    monkeypatch.setattr(torch_runner, "open_space", space_of)
+    options = {**OPTIONS, "kv_bytes": 1 << 20, "max_running": 4, "step_depth": depth}
+    adapters = {"a": llama.adapter("attn_mlp_r8")}
+    counts = []
+    async with rota.Engine(llama.model, adapters, device="cuda", **options) as engine:
+
+        async def one(adapter: str | None, temperature: float) -> None:
+            sampling = rota.SamplingParams(
+                max_tokens=24, temperature=temperature, seed=1, ignore_eos=True
+            )
+            counts.append(len(await read(engine.generate([1, 2, 3], adapter, sampling))))
+
+        async with anyio.create_task_group() as tasks:
+            for adapter, temperature in ((None, 0.0), ("a", 0.0), ("a", 1.0)):
+                tasks.start_soon(one, adapter, temperature)
+        ahead = engine.stats().steps_ahead
+    for space in spaces:
+        space.close()
+    assert driver.live() == {}, driver.story
+    assert counts[0] >= 24 and counts == counts[:1] * 3
+    queued = overlapped = 0  # steps whose results are on their way; launched behind one of them
+    for line in trace:
+        queued += line.startswith("copy_d2h step arrays (host)")
+        queued -= line.startswith("synchronize_event")
+        overlapped += queued > 0 and line.startswith("replay")
+    assert queued == 0
+    assert overlapped == 0 if depth == 1 else overlapped >= 10 <= ahead, trace[-20:]

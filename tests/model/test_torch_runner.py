@@ -19,7 +19,7 @@ from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.sampling import Sampler, SamplingParams
 from rota.gpu.model.torch_deltas import GEMM_TOKENS, Chunk, between, split_rows
 from rota.gpu.model.torch_runner import TorchRunner
-from rota.gpu.model.torch_sampling import draw
+from rota.gpu.model.torch_sampling import draw, facts_of
 from rota.gpu.model.torch_step import rows_of_buckets, span_of
 
 CASES = [
@@ -216,7 +216,8 @@ def test_draws_are_the_host_samplers(fields):
     logits[:, 10:20] = logits[:, :1]  # ties
     params = [SamplingParams(temperature=0.9, seed=seed, **fields) for seed in range(40)]
     mine = [Sampler([1], p, 200) for p in params]
-    found = draw(logits, [Sampler([1], p, 200) for p in params])
+    facts = torch.from_numpy(facts_of([Sampler([1], p, 200) for p in params]).copy())
+    found = draw(logits, facts, filtered=bool(fields))
     want = [sampler.choose(row).token for sampler, row in zip(mine, logits.numpy(), strict=True)]
     assert found.tolist() == want
 
