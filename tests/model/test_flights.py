@@ -46,6 +46,7 @@ ON_DEVICE: Sequences = {0: (-1, GREEDY), 1: (0, DRAWN), 2: (1, CUT), 3: (0, GREE
 ON_HOST: Sequences = {
     0: (-1, GREEDY), 1: (0, LOGPROBS), 2: (1, PENALISED), 3: (-1, BANNED), 4: (0, DRAWN),
 }  # fmt: skip
+ONE_ADAPTER: Sequences = {0: (-1, GREEDY), 1: (-1, DRAWN), 2: (1, CUT), 3: (-1, GREEDY)}
 Make = Callable[..., TorchRunner]
 
 
@@ -180,7 +181,7 @@ def day(runner: Any, folder: Path, family: str, sequences: Sequences, depth: int
         ("host", "qwen35", ON_DEVICE),
         ("host", "qwen35", ON_HOST),
         ("driver", "llama", ON_DEVICE),
-        ("driver", "qwen35", ON_HOST),
+        ("driver", "qwen35", ONE_ADAPTER),
     ],
     indirect=["make"],
 )
