@@ -18,7 +18,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     for pairs of every routed expert, of ranks up to ``max_expert_rank`` (0: ``max_lora_rank``).
     ``max_embedding_rank``: the largest rank of low-rank embed_tokens and lm_head (0: no room, they
     are refused). ``kv_bytes``: KV memory, or
-    ``None`` to size it from what is free. ``pin_adapters``: start-up adapters are never victims.
+    ``None`` to size it from what is free. ``attention``: the way an accelerator attends: "auto"
+    tries the paged kernels that are installed and takes the first that agrees with torch's own
+    operations ("torch"); one asked for by name is used or refused.
+    ``pin_adapters``: start-up adapters are never victims.
     ``prefix_cache``: read KV blocks that an earlier request computed instead of recomputing them.
     ``state_snapshots``: in models with recurrent states, the most copies kept for requests that
     begin alike (0: no prefix cache there; fewer where they would take more than an eighth of the
@@ -40,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_embedding_rank: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    attention: Literal["auto", "torch", "torch-varlen", "flashinfer"] = "auto"
     kv_bytes: _Positive | None = None
     max_running: _Positive = 64
     max_waiting: _Positive = 4096

@@ -207,6 +207,7 @@ def _options(config: EngineConfig) -> RunnerOptions:
         expert_adapters=config.expert_adapters,
         max_expert_rank=config.max_expert_rank,
         max_embedding_rank=config.max_embedding_rank,
+        attention=config.attention,
         kv_bytes=config.kv_bytes,
         max_step_tokens=most_step_tokens(
             config.max_step_tokens, config.mixed_step_tokens, config.max_running, BLOCK_TOKENS

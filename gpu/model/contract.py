@@ -35,6 +35,9 @@ class RunnerInfo:
     snapshot, or from position 0. ``snapshots``: how many of them the runner keeps (0: it cannot,
     and no prefix is shared); ``state_bytes``: memory of all states and snapshots;
     ``state_blocks``: the room in host memory, in KV blocks, of one spilled state.
+
+    ``attention``: "host", or how an accelerator attends ("torch-varlen", "flashinfer", "torch");
+    ``attention_passed``: the ways before it that are not used, each with the reason.
     """
 
     family: str
@@ -54,6 +57,8 @@ class RunnerInfo:
     state_bytes: int = 0
     snapshots: int = 0
     state_blocks: int = 0
+    attention: str = "host"
+    attention_passed: tuple[str, ...] = ()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ device is refused when memory is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from .contract import RunnerInfo
 from .kv import blocks_within, kv_bytes_per_block, spare_bytes
 from .states import StateArena, state_bytes
 from .tensors import Progress
+from .torch_attention import AttentionName
 from .weights import DtypeName
 
 MAX_STEP_TOKENS: Final = 1 << 16
@@ -47,6 +48,8 @@ class RunnerOptions:
         snapshots: of recurrent states; fewer where they would take more than an eighth of what is
             free.
         progress: told of tensors as they are read, on the device thread.
+        attention: how an accelerator's runner attends: "auto" takes the first paged kernel that
+            agrees with torch's operations, which "torch" names; or a kernel by name.
 
     Raises:
         DeviceError: bad-argument.
@@ -67,6 +70,7 @@ class RunnerOptions:
     spill_bytes: int = 0
     snapshots: int = 0
     progress: Progress | None = None
+    attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -83,6 +87,14 @@ class RunnerOptions:
                     expected=f"an integer in {low}..{high}",
                     found=repr(value),
                 )
+        if self.attention not in (ways := get_args(AttentionName)):
+            raise DeviceError(
+                "a runner parameter has no such value",
+                code="bad-argument",
+                subject="attention",
+                expected=f"one of {', '.join(ways)}",
+                found=repr(self.attention),
+            )
 
     def layout(self, config: ModelConfig, dtype: torch.dtype) -> SlotLayout:
         """The layout of every slot. Raises ModelError bad-layout."""
@@ -130,6 +142,8 @@ class RunnerOptions:
         kv_bytes: int,
         pool_bytes: int,
         states: StateArena | None,
+        attention: str = "host",
+        attention_passed: tuple[str, ...] = (),
     ) -> RunnerInfo:
         """What a runner made of these options serves."""
         spill_blocks, state_blocks = self.spill(config, dtype)
@@ -151,4 +165,6 @@ class RunnerOptions:
             state_bytes=states.nbytes if states else 0,
             snapshots=states.snapshots if states else 0,
             state_blocks=state_blocks,
+            attention=attention,
+            attention_passed=attention_passed,
         )

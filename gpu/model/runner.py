@@ -148,9 +148,18 @@ class Runner:
 
         Raises:
             ModelError: the checkpoint's fault; codes in `load_config` and `load_weights`.
-            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory, and others.
+            DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
+                attention-unavailable, and others.
         """
         options = RunnerOptions() if options is None else options
+        if options.attention not in ("auto", "torch"):
+            raise DeviceError(
+                "this way to attend needs an accelerator",
+                code="attention-unavailable",
+                subject=options.attention,
+                expected='attention="auto"',
+                found=device.name,
+            )
         path = Path(model_dir)
         config = load_config(path)
         weights, kernels = read(

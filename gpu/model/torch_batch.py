@@ -23,6 +23,7 @@ from ..kernels.rope import BLOCK_TOKENS
 from ..lora.layout import round_up
 from ..tensors import TensorSpace
 from .batch import StepBatch
+from .torch_rows import HostRows
 
 ALIGN: Final = 256
 TWINS: Final = 2
@@ -178,6 +179,11 @@ class DeviceBatch:
         """What `fetch` brought, once the stream has passed it: ids and greatest logits."""
         at = self._at[twin]
         return at["chosen"].tolist(), at["peaks"].tolist()
+
+    def host(self, rows: int, twin: int) -> HostRows:
+        """The host's side of what ``twin`` sent, cut to ``rows``; good until it sends again."""
+        at = self._at[twin]
+        return HostRows(at["tables"][:rows], at["lens"][:rows])
 
     def close(self) -> None:
         """Free all blocks, once; one refusal does not keep the rest."""

@@ -1,7 +1,6 @@
 """A step's rows by how they are computed: single tokens together, chunks one by one.
 
-What it owns: nothing. Invariants: every token of a step is a single or lies in one chunk;
-`attend_singles` makes no shape from a value, so a decode step can be captured.
+What it owns: nothing. Invariant: every token of a step is a single or lies in one chunk.
 """
 
 from __future__ import annotations
@@ -9,13 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernels.rope import BLOCK_TOKENS
 from .batch import RowLike
-from .torch_batch import DeviceBatch
 from .torch_gdn import StateStep
-from .torch_ops import Attend, attend_cells, attend_chunk, cells_of
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a step's rows, padding included; good until the next step is sent.
+
+    Attributes:
+        tables: int32 ``[rows, blocks]``; behind a row's own blocks lie ids of any others.
+        lens: int32 ``[rows]``, keys the row's last token sees.
+    """
+
+    tables: npt.NDArray[np.int32]
+    lens: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,78 +71,45 @@ class StepRows:
         return cls(lengths, singles, chunks, blocks)
 
 
-def attend_singles(tables: torch.Tensor, lens: torch.Tensor, zero: int, scale: float) -> Attend:
-    """Attention of one token a row.
-
-    Args:
-        tables: int32 ``[rows, blocks]``, the blocks attention covers.
-        lens: int32 ``[rows]``, keys each row sees.
-        zero: a cell of zeros, read in place of those a row may not see.
-        scale: of the scores.
-    """
-    cells = cells_of(tables)
-    visible = torch.arange(cells.shape[1], device=cells.device) < lens[:, None]
-    cells = torch.where(visible, cells, zero)
-    mask = visible[:, None, None]
-
-    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return attend_cells(q, keys, values, cells, mask, scale)
-
-    return attend
-
-
 class MixedRows:
-    """How the layers of one mixed step attend and move states on.
+    """The rows of a step that is not one decode batch, on the host and on the device.
 
-    Args:
-        arrays: sent.
-        zero: see `attend_singles`. width: of attention's output.
+    Attributes:
+        kinds: the rows, sorted.
+        tables: int32 ``[rows, blocks]`` on the device. lens: int32 ``[rows]``.
+        host: the same on the host.
     """
 
     def __init__(
-        self, arrays: DeviceBatch, rows: StepRows, *, zero: int, scale: float, width: int
+        self, kinds: StepRows, tables: torch.Tensor, lens: torch.Tensor, host: HostRows
     ) -> None:
-        self._arrays, self._rows = arrays, rows
-        self._zero, self._scale, self._width = zero, scale, width
-        where = arrays.tables.device
-        self._chosen = torch.tensor([row for row, _ in rows.singles]).to(where)
-        self._where = torch.tensor([token for _, token in rows.singles]).to(where)
+        self.kinds, self.tables, self.lens, self.host = kinds, tables, lens, host
+        self._chosen: torch.Tensor | None = None
+        self._where: torch.Tensor | None = None
 
-    def attend(self) -> Attend:
-        """Rows of one token together, chunks one by one."""
-        arrays, rows, scale, width = self._arrays, self._rows, self._scale, self._width
-        chunks = []
-        for chunk in rows.chunks:
-            seen = chunk.start + chunk.end - chunk.begin
-            tables = arrays.tables[chunk.row : chunk.row + 1, : -(-seen // BLOCK_TOKENS)]
-            chunks.append((chunk, cells_of(tables)[0, :seen]))
-        together: Attend | None = None
-        where = self._where
-        if rows.singles:
-            tables = arrays.tables[:, : rows.blocks].index_select(0, self._chosen)
-            lens = arrays.lens.index_select(0, self._chosen)
-            together = attend_singles(tables, lens, self._zero, scale)
+    @property
+    def chosen(self) -> torch.Tensor:
+        """int64, the rows of single tokens; there is one."""
+        if self._chosen is None:
+            chosen = torch.tensor([row for row, _ in self.kinds.singles])
+            self._chosen = chosen.to(self.tables.device)
+        return self._chosen
 
-        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            out = q.new_empty((q.shape[0], width))
-            if together is not None:
-                out.index_copy_(0, where, together(q.index_select(0, where), keys, values))
-            for chunk, cells in chunks:
-                begin, end = chunk.begin, chunk.end
-                mine = attend_chunk(q[begin:end], keys, values, cells, chunk.start, scale)
-                out[begin:end] = mine
-            return out
+    @property
+    def where(self) -> torch.Tensor:
+        """int64, their tokens."""
+        if self._where is None:
+            where = torch.tensor([token for _, token in self.kinds.singles])
+            self._where = where.to(self.tables.device)
+        return self._where
 
-        return attend
-
-    def states(self, held: Sequence[int]) -> StateStep:
+    def states(self, held: Sequence[int], places: torch.Tensor) -> StateStep:
         """Which states move on.
 
         Args:
-            held: the place of each row's state.
+            held: the place of each row's state. places: the same on the device.
         """
-        chunks = tuple((c.begin, c.end, held[c.row]) for c in self._rows.chunks)
-        if not self._rows.singles:
+        chunks = tuple((c.begin, c.end, held[c.row]) for c in self.kinds.chunks)
+        if not self.kinds.singles:
             return StateStep(None, None, chunks)
-        places = self._arrays.places.index_select(0, self._chosen)
-        return StateStep(places, self._where, chunks)
+        return StateStep(places.index_select(0, self.chosen), self.where, chunks)

@@ -39,6 +39,8 @@ from .options import RunnerOptions
 from .sampling import SamplingParams
 from .spill import SpillStore
 from .states import StateArena, snapshots_within
+from .torch_attention import AttentionSpec
+from .torch_attention_choice import choose_attention
 from .torch_families import bind, read
 from .torch_flights import Flights, StepFlight
 from .torch_kv import TorchKv
@@ -85,7 +87,12 @@ class TorchRunner:
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self._stream = device.create_stream(label="runner")
         padded = max(options.max_step_tokens, rows_of_buckets(options.max_sequences))
+        captured = graphs and space.captures
+        spec = AttentionSpec.of(
+            device, space, self._stream, config, dtype, rows_of_buckets(options.max_sequences)
+        )
         try:
+            chosen = choose_attention(options.attention, spec, graphs=captured)
             with space.computing(self._stream):
                 if options.max_loras:
                     self._groups = DeviceGroups(
@@ -115,6 +122,7 @@ class TorchRunner:
                         spare=1,
                         snapshots=snapshots_within(device, config, dtype, options.snapshots),
                     )
+                attention = chosen.make(spec)
                 num_blocks = options.blocks(device, config, dtype, weights.nbytes)
                 self._kv = TorchKv(device, space, config, dtype, num_blocks)
                 spill_blocks, state_blocks = options.spill(config, dtype)
@@ -142,7 +150,8 @@ class TorchRunner:
                     self._states,
                     self._batch,
                     self._adapters,
-                    GraphCache(device) if graphs and space.captures else None,
+                    attention,
+                    GraphCache(device) if captured else None,
                 )
                 self._flights = Flights(
                     device,
@@ -165,6 +174,8 @@ class TorchRunner:
             kv_bytes=self._kv.nbytes,
             pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
             states=self._states,
+            attention=chosen.name,
+            attention_passed=chosen.passed_over,
         )
 
     @classmethod
@@ -187,7 +198,7 @@ class TorchRunner:
         Raises:
             ModelError: the checkpoint's fault.
             DeviceError: bad-argument, pool-too-large, kv-too-small, out-of-memory,
-                cuda-unavailable, and others.
+                cuda-unavailable, attention-unavailable, and others.
         """
         options = RunnerOptions() if options is None else options
         path = Path(model_dir)

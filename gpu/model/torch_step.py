@@ -1,9 +1,9 @@
 """One forward pass on a tensor space: eager for mixed steps, captured for decode steps.
 
-What it owns: the step's device arrays, its logits and results, and the graphs. Invariants: what a
-graph bakes is in its key (padded rows, LoRA or none, the KV blocks its attention covers) or at an
-address that never changes; a graph is captured only after its shape ran eagerly once, since CUDA
-loads kernels lazily and may not while capturing.
+What it owns: the step's device arrays, its logits and results, the way to attend, and the graphs.
+Invariants: what a graph bakes is in its key (padded rows, LoRA or none, the KV blocks its attention
+covers) or at an address that never changes; a graph is captured only after its shape ran eagerly
+once, since CUDA loads kernels lazily and may not while capturing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .batch import RowLike, StepBatch
 from .config import ModelConfig
 from .states import StateArena
 from .token_matrices import TokenMatrices
+from .torch_attention import Attention
 from .torch_batch import DeviceBatch
 from .torch_deltas import Chunk, SlotViews, StepDeltas, split_rows
 from .torch_gdn import StateStep
 from .torch_kv import TorchKv
 from .torch_model import Step, TorchModel
 from .torch_overlay import Overlays
-from .torch_rows import MixedRows, StepRows, attend_singles
+from .torch_rows import MixedRows, StepRows
 from .torch_sampling import DeviceSampler
 
 logger = logging.getLogger("rota.gpu.model.torch_step")
@@ -56,6 +57,7 @@ class StepRunner:
     """Runs what `StepBatch` holds. Use it inside ``space.computing(stream)``.
 
     Args:
+        attention: given over.
         graphs: ``None`` runs everything eagerly.
 
     Raises:
@@ -74,13 +76,13 @@ class StepRunner:
         states: StateArena | None,
         batch: StepBatch,
         adapters: Adapters | None,
+        attention: Attention,
         graphs: GraphCache | None,
     ) -> None:
         self._device, self._space, self._stream = device, space, stream
         self._model, self._kv, self._states, self._batch = model, kv, states, batch
-        self._adapters, self._graphs = adapters, graphs
-        self._scale, self._dtype = config.head_dim**-0.5, dtype
-        self._width = config.attn_out
+        self._adapters, self._attention, self._graphs = adapters, attention, graphs
+        self._dtype = dtype
         limits = batch.limits
         self._rows = rows_of_buckets(limits.max_sequences)
         self._blocks = batch.block_tables.shape[1]
@@ -134,6 +136,7 @@ class StepRunner:
     def warm(self, every_group: bool) -> None:
         """Run the one-row batch eagerly, with all LoRA kernels or none."""
         self._send([1], [-1], [], padded=1, twin=0)
+        self._plan(1, 0)
         self._decode(1, 1, "tokens" if every_group else "none")
 
     def needs_tokens(self, slots: frozenset[int]) -> bool:
@@ -169,6 +172,7 @@ class StepRunner:
         if bucket is None or bucket > self._rows:
             return self._mixed(rows, n, slots, overlaid, sampling, at_tokens, twin)
         self._send([1] * n, self._batch.slots, [], at_tokens, padded=bucket, twin=twin)
+        self._plan(bucket, twin)
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         case: Case = "none"
         if self._adapters is not None and slots != {-1}:
@@ -176,7 +180,8 @@ class StepRunner:
                 case = "tokens"
             else:
                 case = "affine" if self._adapters.affine(slots) else "routed"
-        self._replay(bucket, span_of(longest, self._blocks), case)
+        span = span_of(longest, self._blocks) if self._attention.spans else 0
+        self._replay(bucket, span, case)
         return (self._logits[:bucket], sampling) if sampling else (None, [])
 
     @property
@@ -223,6 +228,10 @@ class StepRunner:
 
     # Decode steps
 
+    def _plan(self, bucket: int, twin: int) -> None:
+        assert self._arrays is not None
+        self._attention.plan(self._arrays.host(bucket, twin))
+
     def _replay(self, bucket: int, span: int, case: Case) -> None:
         key = GraphKey("decode", bucket, case, 1, span)
         if self._graphs is None or key not in self._warm:
@@ -246,11 +255,11 @@ class StepRunner:
             self._decode(bucket, span, case)
 
     def _decode(self, rows: int, span: int, case: Case) -> None:
-        """Queue a padded decode step; nothing here depends on values."""
+        """Queue a padded decode step over ``span`` blocks (0: all); nothing depends on values."""
         arrays, sampler = self._arrays, self._sampler
         assert arrays is not None and sampler is not None
-        tables, lens = arrays.tables[:rows, :span], arrays.lens[:rows]
-        attend = attend_singles(tables, lens, self._kv.zero_cell, self._scale)
+        tables, lens = arrays.tables[:rows, : span or self._blocks], arrays.lens[:rows]
+        attend = self._attention.decode(tables, lens, self._kv.zero_cell)
         plan, tokens = None, arrays.tokens(rows)
         experts = shifted = NOWHERE
         matrices: TokenMatrices | None = None
@@ -346,15 +355,17 @@ class StepRunner:
         if own is not None and matrices is not None:
             matrices.add_embed(changed, tokens, h, own.data_ptr())
             self._space.join(self._stream)
-        mixed = MixedRows(
-            arrays, by_kind, zero=self._kv.zero_cell, scale=self._scale, width=self._width
-        )
+        count = len(rows)
+        host = arrays.host(count, twin)
+        mixed = MixedRows(by_kind, arrays.tables[:count], arrays.lens[:count], host)
         step = Step(
             arrays.positions[:n],
             arrays.mapping[:n],
-            mixed.attend(),
+            self._attention.mixed(mixed, self._kv.zero_cell),
             self._deltas(n, plan, chunks, experts, shifted),
-            None if self._states is None else mixed.states(self._states.held.tolist()),
+            None
+            if self._states is None
+            else mixed.states(self._states.held.tolist(), arrays.places),
         )
         h = model.layers(h, step)
         if not sampling:
@@ -392,4 +403,5 @@ class StepRunner:
                     stack.callback(part.close)
             if self._views is not None:
                 stack.callback(self._views.clear)
+            stack.callback(self._attention.close)
             stack.callback(self._drop_graphs)

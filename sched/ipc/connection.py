@@ -44,6 +44,7 @@ def card_of(info: Any) -> wire.ModelCard:
         block_size=int(info.block_size),
         num_blocks=int(info.num_blocks),
         eos_ids=tuple(sorted(info.eos_ids)),
+        attention=str(getattr(info, "attention", "")),
     )
 
 

@@ -39,7 +39,8 @@ class Hello(_Message, tag=1, frozen=True):
 
 class ModelCard(msgspec.Struct, frozen=True, array_like=True):
     """What the engine serves. ``context_length``: tokens of one sequence; ``num_blocks`` blocks of
-    ``block_size`` tokens of KV memory; ``eos_ids``: token ids that end a sequence."""
+    ``block_size`` tokens of KV memory; ``eos_ids``: token ids that end a sequence;
+    ``attention``: how it attends, "host" or an accelerator's way."""
 
     family: str
     dtype: str
@@ -48,6 +49,7 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     num_blocks: int
     eos_ids: tuple[int, ...]
+    attention: str = ""
 
 
 class Welcome(_Message, tag=2, frozen=True):

@@ -109,6 +109,7 @@ HELP: dict[str, str] = {
     "max_embedding_rank": "the largest rank of embed_tokens and lm_head (0: not served)",
     "device": "auto, cpu or cuda",
     "dtype": "auto, bfloat16 or float32",
+    "attention": "how a GPU attends: auto, torch, torch-varlen or flashinfer",
     "kv_bytes": "bytes of KV memory (default: from what is free)",
     "max_running": "sequences in steps at once",
     "max_waiting": "requests that may wait; more are refused with QUEUE_FULL",
