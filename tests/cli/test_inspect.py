@@ -37,6 +37,7 @@ def test_every_animal_with_and_without_a_model(
     capsys: Any, family: str, name: str, refused: str | None
 ) -> None:
     folder = ZOO / family / name
+    family = family.removesuffix("_v4")  # the same base
     model = ORACLE / ("llama" if family == "hostile" else family) / "base"
     code, report = report_of(capsys, str(folder), "--model", str(model), "--overlay-rows", "128")
     alone, guessed = report_of(capsys, str(folder))
