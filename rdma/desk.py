@@ -213,7 +213,7 @@ class Desk:
         if packed is None:
             return Answer(m.Fetched(manifest, None))
         told, payload = self._told(generation, packed, name), None
-        if told.region is None and message.room == packed.region.nbytes:
+        if told.region is None and message.room >= packed.region.nbytes:
             payload = packed.region.array.data
         return Answer(m.Fetched(manifest, told), payload)
 

@@ -37,6 +37,8 @@ Buffer = npt.NDArray[np.uint8] | bytearray | memoryview
 Progress = Callable[[int, int], None]
 _KNOWN_BYTES: Final = 16 << 10
 """Of the largest config that is remembered."""
+_ANNEX_ALONG: Final = 64 << 20
+"""An image with a larger annex does not come along with the answer, before its size is known."""
 _PHASES: Final = ("resolve", "pack", "transfer", "verify")
 
 
@@ -147,10 +149,12 @@ class ImageLanding:
         self._carrier, self._adapter, self._want = carrier, adapter, want
         self._least = files_at_least
         self._session = carrier.session
-        self._wanted = None if want.buffer is None else reuse_buffer(want.layout, want.buffer)
+        if want.buffer is not None:
+            reuse_buffer(want.buffer, want.layout.slot_bytes)  # or refuse it before anything is asked
         self._target: npt.NDArray[np.uint8] | None = None
         self._manifest: m.Manifest | None = None
         self._packed: m.Packed | None = None
+        self._facts: SlotImage | None = None
         self._verifier: ChunkVerifier | None = None
         self._there = 0
         self._told = self._want.begun
@@ -158,10 +162,17 @@ class ImageLanding:
     def ask(self) -> m.Manifest:
         """Open the adapter; the image comes along where it is packed already and nothing held can
         stand for it."""
-        layout, session = self._want.layout, self._session
-        room = layout.slot_bytes if session.rails is None and self._want.held is None else 0
-        if room:
-            self._target = blank(room) if self._wanted is None else self._wanted
+        layout, session, want = self._want.layout, self._session, self._want
+        room = 0
+        if session.rails is None and want.held is None:
+            limit = want.limits.annex_bytes
+            annex = min(layout.max_annex_bytes, _ANNEX_ALONG)
+            room = layout.slot_bytes + (annex if limit is None else min(annex, limit))
+            if want.buffer is None:
+                self._target = blank(room)
+            else:
+                room = min(room, len(want.buffer))
+                self._target = reuse_buffer(want.buffer, room)
         ask = m.Fetch(self._adapter, layout.fingerprint(), list(KNOWN), self._least, room)
         sink = None if self._target is None else self._target.data
         session.link.call(ask, sink, self._landed, self._on_fetched, self._spare)
@@ -180,20 +191,22 @@ class ImageLanding:
             )
             answer = self._session.link.call(ask)
             assert isinstance(answer, m.Packed)
-            check_packed(answer, self._manifest.digest, layout)
-            self._packed = answer
+            self._take(answer)
 
     def finish(self) -> StagedAdapter:
         """The image, verified; received first, where it did not come along."""
-        packed, clock = self._packed, self._want.clock
-        assert packed is not None
+        packed, facts, clock = self._packed, self._facts, self._want.clock
+        assert packed is not None and facts is not None
+        wanted = None
+        if self._want.buffer is not None:
+            wanted = reuse_buffer(self._want.buffer, packed.nbytes)
         times = [self._want.begun, self._told, self._told]
         target = self._target
         if not self._there:
             times[2] = clock()
             region = packed.region if self._session.rails is not None else None
             if target is None:
-                target = self._carrier.target(packed.nbytes, region, self._wanted)
+                target = self._carrier.target(packed.nbytes, region, wanted)
             ask = m.Read(packed.digest, -1, packed.fingerprint, 0, packed.nbytes)
             verifier = self._verify(target)
             total = packed.nbytes
@@ -201,14 +214,17 @@ class ImageLanding:
         times.append(clock())
         assert self._verifier is not None and target is not None
         self._verifier.finish()
-        if self._wanted is not None and self._wanted is not target:
-            self._wanted[:] = target
-            target = self._wanted
+        if wanted is not None and wanted.ctypes.data != target.ctypes.data:
+            wanted[:] = target
+            target = wanted
         times.append(clock())
         seconds = {n: b - a for n, a, b in zip(_PHASES, times, times[1:], strict=False)}
         transport = self._session.transport
-        lent = self._wanted is not None or (transport is not None and transport.contains(target))
-        return _staged(packed, target, seconds, lent=lent)
+        lent = wanted is not None or (transport is not None and transport.contains(target))
+        image = dataclasses.replace(facts, buffer=target, digest=packed.digest, lent=lent)
+        image.scales.flags.writeable = False
+        report = dataclasses.replace(packed.report, seconds=seconds)
+        return StagedAdapter(image, report, packed.digest)
 
     def _on_fetched(self, answer: m.Message) -> None:
         assert isinstance(answer, m.Fetched)
@@ -216,9 +232,19 @@ class ImageLanding:
         self._session.opened.append(self._manifest.digest)
         if answer.packed is not None:
             self._audit()
-            check_packed(answer.packed, self._manifest.digest, self._want.layout)
-            self._packed = answer.packed
+            self._take(answer.packed)
         self._told = self._want.clock()
+
+    def _take(self, packed: m.Packed) -> None:
+        """Believe what is said of an image, once it can be true."""
+        assert self._manifest is not None
+        want = self._want
+        limit = want.limits.annex_bytes
+        self._facts = check_packed(packed, self._manifest.digest, want.layout, limit)
+        self._packed = packed
+        if self._target is not None:
+            long_enough = len(self._target) >= packed.nbytes
+            self._target = self._target[: packed.nbytes] if long_enough else None
 
     def _audit(self) -> None:
         """The config, as it is from disk."""
@@ -259,25 +285,3 @@ def _audit(config: bytes, limit: int, layout: SlotLayout) -> None:
 
 _audit_once: Final = lru_cache(64)(_audit)
 """Adapters of one training script have one config; a refusal is not remembered."""
-
-
-def _staged(
-    packed: m.Packed, target: npt.NDArray[np.uint8], seconds: dict[str, float], *, lent: bool
-) -> StagedAdapter:
-    ranks = tuple(np.frombuffer(packed.ranks, "<u2").tolist())
-    scales = np.frombuffer(packed.scales, "<f4").astype(np.float32)
-    scales.flags.writeable = False
-    image = SlotImage(
-        buffer=target,
-        present=tuple(rank > 0 for rank in ranks),
-        scales=scales,
-        ranks=ranks,
-        digest=packed.digest,
-        fingerprint=packed.fingerprint,
-        embed_rows=packed.embed_rows,
-        head_rows=packed.head_rows,
-        affine=tuple(map(bool, packed.affine)),
-        lent=lent,
-    )
-    report = dataclasses.replace(packed.report, seconds=seconds)
-    return StagedAdapter(image, report, packed.digest)

@@ -11,9 +11,12 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ModelError, RequestError, WireError
+from ..gpu.lora.annex import check_annex
 from ..gpu.lora.dims import ModelDims
+from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import Elem, SlotLayout
 from ..gpu.lora.source import RawAdapter
+from ..gpu.lora.stage import laid_out
 from .hashes import KNOWN
 from .messages import CHUNK_BYTES, LayoutSpec, Packed
 
@@ -109,19 +112,21 @@ def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
     return layout
 
 
-def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
-    """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``.
+def check_packed(
+    packed: Packed, digest: str, layout: SlotLayout, annex_bytes: int | None = None
+) -> SlotImage:
+    """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``, or
+    has an annex of more than ``annex_bytes``; else the image, without its bytes.
 
     Raises:
         WireError: packed-mismatch.
+        RejectError: annex-exceeds-arena.
     """
-    pairs, chunks = len(layout.pairs), -(-layout.slot_bytes // CHUNK_BYTES)
+    pairs = len(layout.pairs)
     _agree(
         ("digest", digest, packed.digest),
         ("fingerprint", layout.fingerprint(), packed.fingerprint),
-        ("nbytes", layout.slot_bytes, packed.nbytes),
         ("hash", True, packed.hash in KNOWN),
-        ("chunks", 32 * chunks, len(packed.chunks)),
         ("ranks", 2 * pairs, len(packed.ranks)),
         ("scales", 4 * pairs, len(packed.scales)),
         ("affine", pairs if layout.affine else 0, len(packed.affine)),
@@ -137,6 +142,21 @@ def check_packed(packed: Packed, digest: str, layout: SlotLayout) -> None:
         ("affine is yes or no", True, not packed.affine or max(packed.affine) <= 1),
         ("overlay", True, max(packed.embed_rows, packed.head_rows) <= layout.overlay_rows),
     )
+    facts = laid_out(
+        layout,
+        scales.astype(np.float32),
+        tuple(ranks.tolist()),
+        embed_rows=packed.embed_rows,
+        head_rows=packed.head_rows,
+        affine=tuple(map(bool, packed.affine)),
+    )
+    nbytes = layout.slot_bytes + facts.annex_bytes
+    _agree(
+        ("nbytes", nbytes, packed.nbytes),
+        ("chunks", 32 * -(-nbytes // CHUNK_BYTES), len(packed.chunks)),
+    )
+    check_annex(facts.annex_bytes, annex_bytes)
+    return facts
 
 
 def _agree(*facts: tuple[str, object, object]) -> None:

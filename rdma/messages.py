@@ -175,7 +175,7 @@ class Fetch(Message, frozen=True):
     """Client: `Open`, and at once what there is of a packed image: one question in all.
 
     ``fingerprint``, ``hashes``: as of `Pack`. ``files_at_least``: no image of an adapter whose
-    shards have fewer bytes. ``room``: bytes an image must have to come along (0: none does).
+    shards have fewer bytes. ``room``: the most bytes of an image that comes along (0: none does).
     """
 
     adapter: Name

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import CapacityError, RequestError, RotaError, StagingError
 from ..gpu.lora.config import parse_config
 from ..gpu.lora.directory import belongs, read_directory
@@ -208,19 +211,21 @@ class Store:
                 if found is not None:
                     self._counts["pack_hits"] += 1
                     return found
-            region = self._make(layout.slot_bytes)
+            regions: list[Region] = []
+
+            def room(nbytes: int) -> npt.NDArray[np.uint8]:
+                regions.append(self._make(nbytes))
+                return regions[-1].array
+
             try:
-                staged = stage(
-                    HeldSource(generation.raw),
-                    layout,
-                    StageLimits(self.limits.files),
-                    buffer=region.array,
-                )
-                self._publish(region)
+                files = StageLimits(self.limits.files)
+                staged = stage(HeldSource(generation.raw), layout, files, buffer=room)
+                self._publish(regions[0])
             except BaseException:
-                self._free(region)
+                for region in regions:
+                    self._free(region)
                 raise
-            packed = PackedImage(region, staged.image, staged.report)
+            packed = PackedImage(regions[0], staged.image, staged.report)
             packed.chunks(next(iter(KNOWN)))
             with self._lock:
                 generation.images[key] = packed

@@ -59,7 +59,7 @@ class Wire2Client(Wire2):
 
     def request(self, message: m.Message, now: float, sink: memoryview | None = None) -> int:
         """Queue a request; its id. ``sink``: where the payload of a `Read` goes (its exact size),
-        or that of a `Fetch`, should one come.
+        or that of a `Fetch`, should one come (its largest size).
 
         Raises:
             WireError: wire-closed; wire-unexpected before Welcome, if there is a secret; or the
@@ -117,7 +117,7 @@ class Wire2Client(Wire2):
     def _check_payload(self, struct_: type[m.Message], request: int, payload: int) -> None:
         sink = self._sinks.get(request) if struct_ in (m.Data, m.Fetched) else None
         wanted = 0 if sink is None else len(sink)
-        if payload != wanted and (payload or struct_ is not m.Fetched):
+        if payload != wanted and (payload > wanted or struct_ is not m.Fetched):
             raise self._fail("wire-payload-length", "not the payload asked for", wanted, payload)
 
     def _on_message(
@@ -134,6 +134,10 @@ class Wire2Client(Wire2):
                 self._deadline = now + self.times.reply if self._asked else None
                 yield Received(request, message)
         elif request in self._asked and type(message) is m.ANSWERS[self._asked[request]]:
+            if isinstance(message, m.Fetched) and payload:
+                image = 0 if message.packed is None else message.packed.nbytes
+                if payload != image:
+                    raise self._fail("wire-payload-length", "not the image told of", image, payload)
             del self._asked[request]
             sink = self._sinks.pop(request, None)
             self._deadline = now + self.times.reply if self._asked else None
@@ -141,7 +145,7 @@ class Wire2Client(Wire2):
             if sink is not None:
                 self.landed_bytes = 0
                 if payload:
-                    self._landing = (request, sink)
+                    self._landing = (request, sink[:payload])
                     self._deadline = now + self.times.stall
                 else:
                     yield PayloadDone(request)

@@ -13,11 +13,13 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``max_loras``: slots in the pool (0 = LoRA off). ``max_lora_rank``: the largest rank held.
-    ``overlay_rows``: embedding and head rows a slot may override. ``affine``: room in each slot for
-    DoRA's factors and for biases (eight bytes per output). ``expert_adapters``: room in each slot
-    for pairs of every routed expert, of ranks up to ``max_expert_rank`` (0: ``max_lora_rank``).
-    ``max_embedding_rank``: the largest rank of low-rank embed_tokens and lm_head (0: no room, they
-    are refused). ``kv_bytes``: KV memory, or
+    ``overlay_rows``: embedding and head rows an adapter may override. ``affine``: room in each slot
+    for DoRA's factors and for biases (eight bytes per output). ``expert_adapters``: serve pairs of
+    routed experts, of ranks up to ``max_expert_rank`` (0: ``max_lora_rank``).
+    ``max_embedding_rank``: the largest rank of low-rank embed_tokens and lm_head (0: they are
+    refused). ``adapter_arena_bytes``: memory for what all adapters in slots have together of
+    experts, token matrices and overridden rows (``None``: the most one can have, for every slot,
+    but at most 1 GiB or once, whichever is more). ``kv_bytes``: KV memory, or
     ``None`` to size it from what is free. ``attention``: the way an accelerator attends: "auto"
     tries the paged kernels that are installed and takes the first that agrees with torch's own
     operations ("torch"); one asked for by name is used or refused.
@@ -41,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     expert_adapters: bool = False
     max_expert_rank: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     max_embedding_rank: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    adapter_arena_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 44)] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     attention: Literal["auto", "torch", "torch-varlen", "flashinfer"] = "auto"

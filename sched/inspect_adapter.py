@@ -20,6 +20,7 @@ from ..gpu.lora.config import PeftConfig, parse_config
 from ..gpu.lora.inspection import (
     StandIn,
     engine_options,
+    least_annex,
     guess_layout,
     has_token_factors,
     module_rows,
@@ -112,8 +113,10 @@ def inspect(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         # Reckoned against a stand-in: the number of changed rows needs the base's own.
         facts["slot_bytes"] = own_bytes(staged.image, layout)
         facts["notes"] = (*facts["notes"], "no model given: shapes are guessed from the tensors")
+    needs = engine_options(config, staged.image, layout)
+    facts["annex_bytes"] = least_annex(staged.image, layout, needs)
     report |= facts | {"accepted": True, "modules": [asdict(row) for row in rows]}
-    report["needs"] = engine_options(config, staged.image, layout)
+    report["needs"] = needs
     report["delta_norm_per_layer"] = {n: round(norm, 4) for n, norm in enumerate(norms)}
     return ACCEPTED, report
 

@@ -71,6 +71,8 @@ def _facts(report: dict[str, Any]) -> Table:
             table.add_row("token rows", rows if report["model"] else f"at most: {rows}")
         slot = size_of(report["slot_bytes"])
         table.add_row("slot bytes", slot if report["model"] else f"{slot} for these modules")
+        if report["annex_bytes"]:
+            table.add_row("arena bytes", f"{size_of(report['annex_bytes'])} beside its slot")
         needs = (f"{name}={value}" for name, value in report["needs"].items())
         table.add_row("engine", " ".join(needs))
         table.add_row("digest", report["digest"])

@@ -24,7 +24,7 @@ from ..gpu.device import open_device
 from ..gpu.kernels.rope import BLOCK_TOKENS
 from ..gpu.lora.recipe import Recipes
 from ..gpu.lora.source import AdapterSource
-from ..gpu.lora.stage import Held, stage
+from ..gpu.lora.stage import Held, StageLimits, stage
 from ..gpu.model.options import RunnerOptions
 from ..gpu.model.runner import Runner
 from ..gpu.model.tensors import Progress
@@ -98,6 +98,7 @@ class Parts:
                 state_blocks=info.state_blocks,
                 drain_after_s=config.drain_after_s,
                 image_cache_bytes=config.image_cache_bytes,
+                arena_bytes=info.arena_bytes,
             )
         )
         stager = Stager(self._stage, workers=config.stage_workers, clock_ns=time.time_ns)
@@ -117,7 +118,8 @@ class Parts:
         staged = stage(
             source,
             runner.layout,
-            base_rows=runner.base_rows,
+            StageLimits(annex_bytes=runner.info.arena_bytes),
+            runner.base_rows,
             cancelled=cancelled,
             held=held,
             recipes=self.recipes,
@@ -207,6 +209,7 @@ def _options(config: EngineConfig) -> RunnerOptions:
         expert_adapters=config.expert_adapters,
         max_expert_rank=config.max_expert_rank,
         max_embedding_rank=config.max_embedding_rank,
+        adapter_arena_bytes=config.adapter_arena_bytes,
         attention=config.attention,
         kv_bytes=config.kv_bytes,
         max_step_tokens=most_step_tokens(

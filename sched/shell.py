@@ -256,15 +256,15 @@ class Shell:
                 self._device(job, partial(self._copied, seq, ev.RestoreDone, ev.RestoreFailed))
             case fx.DropState(seq):
                 self._device(Beside(self._executor.drop_state, seq), ignore)
-            case fx.Commit(commit, slot, image):
-                staged = self._stager.images[image]
-                write = self.timings.commit(partial(self._executor.commit, slot, staged.image))
+            case fx.Commit(commit, slot, image, _, _, extent):
+                made = self._stager.images[image].image
+                write = self.timings.commit(partial(self._executor.commit, slot, made, extent))
                 self._device(write, partial(self._commit_over, commit))
             case fx.Retire(slot):
                 self._device(partial(self._executor.retire, slot), ignore)
             case fx.Relayout(max_loras, max_rank):
-                job = partial(self._executor.relayout, max_loras, max_rank)
-                self._device(job, self._relayout_over)
+                relayout = partial(self._executor.relayout, max_loras, max_rank)
+                self._device(relayout, self._relayout_over)
             case fx.StartStage(stage, name, source):
                 assert self._tasks is not None
                 self._tasks.start_soon(self._stage, stage, name, self._sources[source])
@@ -372,9 +372,9 @@ class Shell:
         else:
             self._deliver(ev.CommitFailed(commit, *of_device(error)))
 
-    def _relayout_over(self, _: Any, error: BaseException | None) -> None:
+    def _relayout_over(self, arena_bytes: int, error: BaseException | None) -> None:
         if error is None:
-            self._deliver(ev.RelayoutDone())
+            self._deliver(ev.RelayoutDone(arena_bytes))
         else:
             self._deliver(ev.RelayoutFailed(*of_device(error)))
 
@@ -395,4 +395,5 @@ class Shell:
             made = outcome.staged.image
             digest, reusable = outcome.staged.digest, outcome.signature is not None
             rank, nbytes = max(made.ranks, default=0), int(made.nbytes)
-            self._arrive(ev.StageDone(stage, image, digest, nbytes, reusable, rank))
+            annex = made.annex_bytes
+            self._arrive(ev.StageDone(stage, image, digest, nbytes, reusable, rank, annex))

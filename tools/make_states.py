@@ -42,6 +42,12 @@ good by the earlier one's. Before the image is ready a job waits for staging, an
 `2 * max_loras + spare_jobs` jobs are in hand, for one of those to finish (commands before misses);
 that time counts towards `drain_after_s`. If every slot is pinned nothing is waited for: the job
 fails with POOL_FULL.
+
+An adapter with experts, token matrices or replaced token rows also waits for an extent of the
+arena, and keeps the first bound, where *others* are also those who claimed a place there and gave
+up: after `drain_after_s` it claims the place that costs least, and all who are busy there stop
+giving leases at once, so their longest remaining lease counts. One job at a time has a claim; the
+next has its turn when that one's extent is given. Jobs without an annex never wait for the arena.
 """
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import RejectError
+from .annex import Annex
 from .config import PeftConfig
 from .dims import LoraModule
 from .keys import Half
@@ -223,14 +224,22 @@ def row_norms(pair: PairTensors, layout: SlotLayout, base: BaseLinear) -> F32:
 
 
 def pack_affine(
-    plan: Sequence[Vectors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
-) -> tuple[bool, ...]:
-    """Write the affine region of a zeroed slot buffer; True per pair that has vectors."""
+    plan: Sequence[Vectors],
+    layout: SlotLayout,
+    buffer: npt.NDArray[np.uint8],
+    annex: Annex | None = None,
+) -> None:
+    """Write the vectors into an image's zeroed buffer."""
+    for vectors in plan:
+        mul, add = layout.affine_views(buffer, vectors.index, annex)
+        mul[:], add[:] = vectors.mul, vectors.add
+
+
+def held_vectors(plan: Sequence[Vectors], layout: SlotLayout) -> tuple[bool, ...]:
+    """True per pair that has vectors; ``()`` in a layout without room for any."""
     if not layout.affine:
         return ()
     held = [False] * len(layout.pairs)
     for vectors in plan:
-        mul, add = layout.affine_views(buffer, vectors.index)
-        mul[:], add[:] = vectors.mul, vectors.add
         held[vectors.index] = True
     return tuple(held)

@@ -232,21 +232,21 @@ def _unpaired(tensor: Tensor, half: str) -> RejectError:
 
 
 def experts_too_wide(tensor: Tensor, rank: int, layout: SlotLayout) -> RejectError:
-    """The refusal of expert factors of a higher rank than slots have room for."""
+    """The refusal of expert factors of a higher rank than there is room for."""
     room = layout.rank_of(LoraModule.EXPERT_DOWN_PROJ)
     need = layout.bytes_for(EXPERT_MODULES, rank) - layout.bytes_for(EXPERT_MODULES, room)
     return RejectError(
-        "slots have no room for expert factors of this rank",
+        "there is no room for expert factors of this rank",
         code="expert-lora-no-room",
         subject=tensor.key,
-        expected=f"a max_expert_rank of at least {rank}, which takes {need} bytes more in each "
-        "slot",
+        expected=f"a max_expert_rank of at least {rank}, which takes up to {need} bytes more of "
+        "the arena",
         found=f"max_expert_rank {room}",
     )
 
 
 def no_room(refusal: RejectError, layout: SlotLayout) -> RejectError:
-    """A refusal of expert factors with the bytes a slot would need for them."""
+    """A refusal of expert factors with the bytes they would need."""
     if refusal.code != "expert-lora-no-room":
         return refusal
     need = layout.bytes_for(EXPERT_MODULES, layout.max_rank)
@@ -254,5 +254,5 @@ def no_room(refusal: RejectError, layout: SlotLayout) -> RejectError:
         refusal.message,
         code="expert-lora-no-room",
         subject=refusal.subject,
-        expected=f"expert_adapters, which takes {need} bytes more in each slot",
+        expected=f"expert_adapters, which takes up to {need} bytes of the arena",
     )

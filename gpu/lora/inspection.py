@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -243,5 +243,17 @@ def own_bytes(image: SlotImage, layout: SlotLayout) -> int:
     return sum(
         pair.stride * (pair.k_in + pair.n_out) * layout.elem.size
         for pair in layout.pairs
-        if pair.module in kinds
+        if pair.module in kinds and not pair.annex
     )
+
+
+def least_annex(image: SlotImage, layout: SlotLayout, needs: Mapping[str, int | bool]) -> int:
+    """Bytes the adapter takes of the arena of an engine with the options `engine_options` gave."""
+    least = replace(
+        layout,
+        max_rank=int(needs["max_lora_rank"]),
+        expert_rank=int(needs.get("max_expert_rank", 0)),
+        embedding_rank=int(needs.get("max_embedding_rank", layout.embedding_rank)),
+    )
+    annex = least.annex_for(image.present, image.affine, image.embed_rows, image.head_rows)
+    return 0 if annex is None else annex.nbytes

@@ -1,6 +1,6 @@
 """A place on the device for one staged image, so that its commit copies no byte from the host.
 
-What it owns: device memory for one slot, two page-locked chunks, a stream and events. A staging
+What it owns: device memory for one image, two page-locked chunks, a stream and events. A staging
 worker uploads an image while steps run; the commit that follows is a copy inside the device, and
 the next step waits for that alone.
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from ...errors import DeviceError
 from ..device import Device, Stream
@@ -32,11 +32,21 @@ CLOSE_SECONDS: Final = 5.0
 """How long `close` waits for an upload in progress."""
 
 T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """``nbytes`` bytes of an image from ``begin``, and the device address they go to."""
+
+    target: int
+    begin: int
+    nbytes: int
+
+
 State = Literal["empty", "landing", "landed", "taken", "closed"]
 
 
 def landing_for(device: Device, nbytes: int) -> Landing | None:
-    """A place for images of this size; ``None`` where the device has no room for one.
+    """A place for images up to this size; ``None`` where the device has no room for one.
 
     Raises:
         DeviceError: what else the allocations raise.
@@ -55,7 +65,7 @@ class Landing:
 
     Args:
         device: of the pool.
-        nbytes: of an image.
+        nbytes: of the largest image.
 
     Raises:
         DeviceError: what the allocations raise; nothing is kept then.
@@ -91,12 +101,12 @@ class Landing:
     def upload(self, image: SlotImage) -> bool:
         """Land an image; false if the place is in use, or the device refused. Never raises."""
         with self._changed:
-            if self._state not in ("empty", "landed") or image.nbytes != self._nbytes:
+            if self._state not in ("empty", "landed") or image.nbytes > self._nbytes:
                 return False
             self._state, self._image = "landing", None
         whole = False
         try:
-            whole = self._send(image.address)
+            whole = self._send(image.address, image.nbytes)
         except DeviceError as error:
             log.info("an image was not landed ahead of its commit: %s", error)
         finally:
@@ -107,14 +117,14 @@ class Landing:
                 self._changed.notify_all()
         return whole
 
-    def _send(self, source: int) -> bool:
+    def _send(self, source: int, nbytes: int) -> bool:
         device, stream = self._device, self._stream
         device.wait_event(self._taken, stream)
-        for number, start in enumerate(range(0, self._nbytes, self._chunk)):
+        for number, start in enumerate(range(0, nbytes, self._chunk)):
             if self._closing:
                 break
             side = number % 2
-            count = min(self._chunk, self._nbytes - start)
+            count = min(self._chunk, nbytes - start)
             if number >= 2:
                 device.synchronize_event(self._sent[side])
             ctypes.memmove(self._chunks[side], source + start, count)
@@ -123,8 +133,8 @@ class Landing:
         device.synchronize(stream)
         return not self._closing
 
-    def copy_to(self, target: int, image: SlotImage, stream: Stream) -> bool:
-        """Copy the image to ``target`` on the stream, if it has landed; else do nothing.
+    def copy_to(self, parts: Sequence[Part], image: SlotImage, stream: Stream) -> bool:
+        """Copy the image's parts to their places on the stream, if it has landed; else do nothing.
 
         Raises:
             DeviceError: what the copy raises.
@@ -134,7 +144,8 @@ class Landing:
                 return False
             self._state, self._image = "taken", None
         # After a failure the place stays taken: nobody knows when the copy has passed.
-        self._device.copy_d2d(target, self._address, self._nbytes, stream)
+        for part in parts:
+            self._device.copy_d2d(part.target, self._address + part.begin, part.nbytes, stream)
         self._device.record_event(self._taken, stream)
         with self._changed:
             self._state = "empty"

@@ -1,4 +1,4 @@
-"""Where everything lies inside one slot.
+"""Where everything lies inside one slot, and how large the annex of an adapter is.
 
 What it owns: offsets, sizes and the fingerprint of a slot. Disk, network and peers that pack in
 advance all pack by it, so equal fingerprints mean equal bytes.
@@ -7,14 +7,15 @@ Invariants: for layer ascending, for module in walk order where the dims apply: 
 row-major, then region B ``[out, R]`` row-major, R = max_rank rounded up to 8, so that every
 row of A and B starts on a 16-byte boundary. Pairs of routed experts may have a smaller R of their
 own; after the layers, optionally, come the pairs of the token matrices, with an R of their own.
-After the pairs, the optional affine region: per pair two vectors, mul and add, fp32 ``[out]``, each
-on a 16-byte boundary. Last, an optional overlay.
+Experts and token matrices have no room in slots: those an adapter has lie in its annex, in the same
+order, and so do its replaced token rows (`Annex`). After a slot's pairs, the optional affine
+region: per pair two vectors, mul and add, fp32 ``[out]``, each on a 16-byte boundary.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -22,15 +23,17 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ModelError
+from ...errors import InternalError, ModelError
+from .annex import ALIGN, ANNEX_ALIGN, Annex, OverlayOffsets, round_up
 from .dims import EXPERT_MODULES, TOKEN_MODULES, LoraModule, ModelDims
 from .keys import PairKey, canonical_keys
 
 ROUND_ELEMENTS = 8
 """Ranks and strides are multiples of this many elements (one 16-byte load of BF16)."""
 MAX_RANK_LIMIT = 4096
-ALIGN = 16
 MAX_OVERLAY_ROWS = 1 << 20
+ANNEX_MODULES = EXPERT_MODULES.union(TOKEN_MODULES)
+"""Their pairs lie in annexes."""
 
 
 class Elem(Enum):
@@ -52,7 +55,8 @@ class Elem(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One (layer, module) place. ``a_off``, ``b_off``: bytes from the slot's start.
+    """One (layer, module) place. ``a_off``, ``b_off``: bytes from the slot's start; with ``annex``,
+    from where the pair begins in an adapter's annex.
 
     ``k_in`` is the columns of A, ``n_out`` the rows of B; A is ``[R, k_in]``, B is ``[n_out, R]``
     with R = ``stride``. ``max_rank``: the largest rank this place takes. ``layer`` of a token
@@ -68,25 +72,7 @@ class Pair:
     stride: int
     max_rank: int
     expert: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class OverlayOffsets:
-    """Bytes from the slot's start of the four overlay arrays (each 16-byte aligned).
-
-    ``embed_ids``, ``head_ids``: int32 ``[overlay_rows]``, -1 where unused. ``embed_rows``,
-    ``head_rows``: ``[overlay_rows, hidden]`` elements, zero where unused.
-    """
-
-    embed_ids: int
-    embed_rows: int
-    head_ids: int
-    head_rows: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` that is >= ``value``."""
-    return -(-value // multiple) * multiple
+    annex: bool = False
 
 
 def affine_step(n_out: int) -> int:
@@ -102,7 +88,7 @@ class SlotLayout:
         dims: the base model's dimensions.
         max_rank: largest rank an adapter may have, 1..4096.
         elem: element type.
-        overlay_rows: token rows an adapter may replace, per matrix (0 = no overlay region).
+        overlay_rows: token rows an adapter may replace, per matrix (0 = none).
         affine: room for one factor and one offset per output of every pair (DoRA, biases).
         expert_rank: largest rank of routed experts where that is less than max_rank; 0 = max_rank.
         embedding_rank: largest rank of embed_tokens and lm_head, at most max_rank; 0 = no room.
@@ -149,11 +135,16 @@ class SlotLayout:
             n_out, k_in = self.dims.shape(module)
             rank = self.rank_of(module)
             stride = round_up(rank, ROUND_ELEMENTS)
-            for expert in range(self.dims.places(module)):
-                b_off = offset + stride * k_in * size
-                pair = Pair(layer, module, offset, b_off, k_in, n_out, stride, rank, expert)
-                pairs.append(pair)
-                offset = b_off + n_out * stride * size
+            b_part = stride * k_in * size
+            if module in ANNEX_MODULES:
+                pairs += [
+                    Pair(layer, module, 0, b_part, k_in, n_out, stride, rank, expert, True)
+                    for expert in range(self.dims.places(module))
+                ]
+                continue
+            b_off = offset + b_part
+            pairs.append(Pair(layer, module, offset, b_off, k_in, n_out, stride, rank))
+            offset = b_off + n_out * stride * size
         return tuple(pairs)
 
     def _places(self) -> Iterator[tuple[int, LoraModule]]:
@@ -174,7 +165,7 @@ class SlotLayout:
         return self.max_rank
 
     def bytes_for(self, modules: Iterable[LoraModule], rank: int) -> int:
-        """Bytes of each slot that pairs of ``modules`` take in all layers at ``rank``."""
+        """Bytes that pairs of ``modules`` take in all layers at ``rank``."""
         dims, elements = self.dims, 0
         for module in modules:
             layers = 1 if module in TOKEN_MODULES else dims.num_layers
@@ -194,77 +185,128 @@ class SlotLayout:
 
     @cached_property
     def pairs_bytes(self) -> int:
-        """Bytes of all A and B regions: the sum of (R*in + out*R) * element size."""
-        last = self.pairs[-1]
-        return last.b_off + last.n_out * last.stride * self.elem.size
+        """Bytes of a slot's A and B regions: the sum of (R*in + out*R) * element size."""
+        own = [p for p in self.pairs if not p.annex]
+        return own[-1].b_off + own[-1].n_out * own[-1].stride * self.elem.size if own else 0
 
     @cached_property
     def affine_offsets(self) -> tuple[int, ...]:
-        """Bytes from the slot's start of each pair's mul (add follows by `affine_step`), or ``()``
-        without an affine region."""
+        """Bytes from the slot's start of each pair's mul (add follows by `affine_step`), -1 of
+        those in annexes; ``()`` without an affine region."""
         if not self.affine:
             return ()
         offsets, place = [], round_up(self.pairs_bytes, ALIGN)
         for pair in self.pairs:
-            offsets.append(place)
-            place += 2 * affine_step(pair.n_out)
+            offsets.append(-1 if pair.annex else place)
+            place += 0 if pair.annex else 2 * affine_step(pair.n_out)
         return tuple(offsets)
-
-    @cached_property
-    def _affine_end(self) -> int:
-        if not self.affine:
-            return self.pairs_bytes
-        return self.affine_offsets[-1] + 2 * affine_step(self.pairs[-1].n_out)
-
-    @cached_property
-    def overlay(self) -> OverlayOffsets | None:
-        """Where the overlay arrays lie, or ``None`` when ``overlay_rows`` is 0."""
-        if self.overlay_rows == 0:
-            return None
-        ids = round_up(4 * self.overlay_rows, ALIGN)
-        rows = round_up(self.overlay_rows * self.dims.hidden * self.elem.size, ALIGN)
-        start = round_up(self._affine_end, ALIGN)
-        return OverlayOffsets(start, start + ids, start + ids + rows, start + 2 * ids + rows)
-
-    def overlay_bytes(self, rows: int) -> int:
-        """Bytes of each slot that an overlay of ``rows`` rows a matrix takes."""
-        values = rows * self.dims.hidden * self.elem.size
-        return 2 * (round_up(4 * rows, ALIGN) + round_up(values, ALIGN))
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot, a multiple of 16."""
-        if self.overlay is None:
-            return self._affine_end
-        return self.overlay.embed_ids + self.overlay_bytes(self.overlay_rows)
+        own = [p for p in self.pairs if not p.annex] if self.affine else []
+        vectors = sum(2 * affine_step(pair.n_out) for pair in own)
+        return round_up(self.pairs_bytes, ALIGN) + vectors
+
+    # Annexes
+
+    @cached_property
+    def _annex_sizes(self) -> npt.NDArray[np.int64]:
+        """int64 ``[2, n_pairs]``: bytes in an annex of each pair and of its vectors."""
+        size = self.elem.size
+        rows = [
+            (p.stride * (p.k_in + p.n_out) * size, 2 * affine_step(p.n_out)) if p.annex else (0, 0)
+            for p in self.pairs
+        ]
+        sizes = np.array(rows, np.int64).reshape(-1, 2).T.copy()
+        if not self.affine:
+            sizes[1] = 0
+        return sizes
+
+    def overlay_bytes(self, rows: int) -> int:
+        """Bytes of an annex that an overlay of ``rows`` rows a matrix takes."""
+        return 2 * self._matrix_bytes(rows)
+
+    def _matrix_bytes(self, rows: int) -> int:
+        return round_up(4 * rows, ALIGN) + round_up(rows * self.dims.hidden * self.elem.size, ALIGN)
+
+    @cached_property
+    def max_annex_bytes(self) -> int:
+        """Bytes of the largest annex an adapter may have."""
+        whole = int(self._annex_sizes.sum()) + self.overlay_bytes(self.overlay_rows)
+        return round_up(whole, ANNEX_ALIGN)
+
+    def annex_for(
+        self,
+        present: Sequence[bool],
+        affine: Sequence[bool] = (),
+        embed_rows: int = 0,
+        head_rows: int = 0,
+    ) -> Annex | None:
+        """The annex of an image with these pairs and vectors (per pair index) and this many
+        replaced rows; ``None`` if none of them lies in one."""
+        place, offsets = self.slot_bytes, []
+        held = (present, affine or (False,) * len(self.pairs))
+        for sizes, found in zip(self._annex_sizes, held, strict=True):
+            taken = sizes * np.asarray(found, bool)
+            ends = place + np.cumsum(taken)
+            offsets.append(np.where(taken > 0, ends - taken, -1))
+            place = int(ends[-1])
+        overlay = None
+        if embed_rows or head_rows:
+            starts, end = [], place
+            for rows in (embed_rows, head_rows):
+                starts += [end, end + round_up(4 * rows, ALIGN)]
+                end += self._matrix_bytes(rows)
+            overlay, place = OverlayOffsets(*starts), end
+        nbytes = round_up(place - self.slot_bytes, ANNEX_ALIGN)
+        if nbytes == 0:
+            return None
+        return Annex(self.slot_bytes, nbytes, offsets[0], offsets[1], overlay)
+
+    # Views of an image's bytes
+
+    def a_start(self, pair: int, annex: Annex | None) -> int:
+        """Bytes from an image's start of A of a pair it has."""
+        place = self.pairs[pair]
+        if not place.annex:
+            return place.a_off
+        start = -1 if annex is None else int(annex.pairs[pair])
+        if start < 0:
+            raise InternalError("the image has no such pair", code="no-pair", subject=str(pair))
+        return start
 
     def pair_views(
-        self, slot: npt.NDArray[np.uint8], pair: int
+        self, image: npt.NDArray[np.uint8], pair: int, annex: Annex | None = None
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
-        """A ``[R, in]`` and B ``[out, R]`` of pair ``pair`` as numpy views of a slot's bytes.
+        """A ``[R, in]`` and B ``[out, R]`` of pair ``pair`` as numpy views of an image's bytes.
 
-        ``slot`` is uint8 ``[slot_bytes]``; the views have `Elem.numpy`'s dtype.
+        ``image`` is uint8 ``[slot_bytes + annex.nbytes]``; the views have `Elem.numpy`'s dtype.
         """
         place, dtype = self.pairs[pair], self.elem.numpy
-        stride = place.stride
-        a_end = place.a_off + stride * place.k_in * dtype.itemsize
-        b_end = place.b_off + stride * place.n_out * dtype.itemsize
-        a = slot[place.a_off : a_end].view(dtype).reshape(stride, place.k_in)
-        b = slot[place.b_off : b_end].view(dtype).reshape(place.n_out, stride)
+        stride, start = place.stride, self.a_start(pair, annex)
+        a_end = start + stride * place.k_in * dtype.itemsize
+        b_end = a_end + stride * place.n_out * dtype.itemsize
+        a = image[start:a_end].view(dtype).reshape(stride, place.k_in)
+        b = image[a_end:b_end].view(dtype).reshape(place.n_out, stride)
         return a, b
 
     def affine_views(
-        self, slot: npt.NDArray[np.uint8], pair: int
+        self, image: npt.NDArray[np.uint8], pair: int, annex: Annex | None = None
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """mul and add of pair ``pair``, float32 ``[out]``, as views of a slot's bytes.
+        """mul and add of pair ``pair``, float32 ``[out]``, as views of an image's bytes.
 
         Only for layouts with an affine region.
         """
         start, n_out = self.affine_offsets[pair], self.pairs[pair].n_out
+        if self.pairs[pair].annex:
+            start = -1 if annex is None else int(annex.vectors[pair])
+        if start < 0:
+            raise InternalError("the image has no such vectors", code="no-pair", subject=str(pair))
         add = start + affine_step(n_out)
         return (
-            slot[start : start + 4 * n_out].view(np.float32),
-            slot[add : add + 4 * n_out].view(np.float32),
+            image[start : start + 4 * n_out].view(np.float32),
+            image[add : add + 4 * n_out].view(np.float32),
         )
 
     def fingerprint(self) -> str:
@@ -273,12 +315,13 @@ class SlotLayout:
 
     @cached_property
     def _fingerprint(self) -> str:
-        parts = [f"rota-slot-1 {self.elem.value} R={self.stride} hidden={self.dims.hidden}"]
+        parts = [f"rota-slot-2 {self.elem.value} R={self.stride} hidden={self.dims.hidden}"]
         parts += [
             f"{p.layer}.{p.module.label} a={p.a_off} b={p.b_off} in={p.k_in} out={p.n_out}"
             for p in self.pairs
         ]
-        parts.append(f"overlay={self.overlay_rows} {self.overlay} bytes={self.slot_bytes}")
+        parts.append(f"overlay={self.overlay_rows} bytes={self.slot_bytes}")
+        parts.append(f"annex={self.max_annex_bytes} align={ANNEX_ALIGN}")
         parts.append(f"affine={self.affine}")
         # max_rank itself: two layouts with one stride still refuse different adapters.
         parts.append(f"max_rank={self.max_rank}")

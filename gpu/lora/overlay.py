@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ...errors import InternalError, RejectError
 from .affine import BaseLinear
+from .annex import Annex
 from .config import OVERLAY_LEAVES, PeftConfig
 from .dims import LoraModule
 from .keys import OverlayKey
@@ -132,13 +133,12 @@ def plan_overlay(
         head = embed  # saved once, and the config says that both matrices stay one
     for leaf, part in (("embed_tokens", embed), ("lm_head", head)):
         if part is not None and len(part) > layout.overlay_rows:
-            need = layout.overlay_bytes(len(part)) - layout.overlay_bytes(layout.overlay_rows)
             raise RejectError(
-                "the adapter replaces more token rows than a slot holds; raise overlay_rows",
+                "the adapter replaces more token rows than it may; raise overlay_rows",
                 code="overlay-exceeds-pool",
                 subject=leaf,
-                expected=f"at most {layout.overlay_rows} rows; {len(part)} take {need} bytes "
-                "more in each slot",
+                expected=f"at most {layout.overlay_rows} rows; {len(part)} take "
+                f"{layout.overlay_bytes(len(part))} bytes of the arena",
                 found=len(part),
             )
     return OverlayPlan(embed, head)
@@ -237,20 +237,23 @@ def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def pack_overlay(plan: OverlayPlan, layout: SlotLayout, buffer: npt.NDArray[np.uint8]) -> None:
-    """Write the overlay region of a zeroed slot buffer: ids (-1 = unused) and rows."""
-    offsets = layout.overlay
+def pack_overlay(
+    plan: OverlayPlan,
+    layout: SlotLayout,
+    buffer: npt.NDArray[np.uint8],
+    annex: Annex | None = None,
+) -> None:
+    """Write ids and rows of the overlay into an image's zeroed buffer."""
+    offsets = None if annex is None else annex.overlay
     if offsets is None:
         return
     for ids_at, rows_at, part in (
         (offsets.embed_ids, offsets.embed_rows, plan.embed),
         (offsets.head_ids, offsets.head_rows, plan.head),
     ):
-        ids = buffer[ids_at : ids_at + 4 * layout.overlay_rows].view(np.int32)
-        ids[:] = -1
         if part is None or not len(part):
             continue
-        ids[: len(part)] = part.ids
+        buffer[ids_at : ids_at + 4 * len(part)].view(np.int32)[:] = part.ids
         nbytes = len(part) * layout.dims.hidden * layout.elem.size
         region = buffer[rows_at : rows_at + nbytes].view(layout.elem.numpy)
         region.reshape(len(part), layout.dims.hidden)[:] = part.values

@@ -1,4 +1,4 @@
-"""Packing: tensors of a file into the bytes of a slot.
+"""Packing: tensors of a file into the bytes of a slot image.
 
 What it owns: the conversions between file dtypes and the slot's element type, and where each factor
 goes: A ``[r, in]`` at the head of its region, row i of B ``[out, r]`` at column 0 of row i of
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InternalError
+from .annex import Annex
 from .layout import Elem, SlotLayout
 from .safefile import ITEM_BYTES, Tensor
 
@@ -111,45 +112,49 @@ def to_f32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
 
 
 def reuse_buffer(
-    layout: SlotLayout, buffer: npt.NDArray[np.uint8] | bytearray | memoryview
+    buffer: npt.NDArray[np.uint8] | bytearray | memoryview, nbytes: int
 ) -> npt.NDArray[np.uint8]:
-    """A caller's buffer as a slot buffer; what is in it does not matter.
+    """The first ``nbytes`` of a caller's buffer for an image; what is in it does not matter.
 
     Raises:
-        InternalError: bad-buffer, when it is not a writable run of exactly ``slot_bytes`` bytes.
+        InternalError: bad-buffer, when it is not a writable run of at least so many bytes.
     """
     made = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
     flags = made.flags
-    right = made.dtype == np.uint8 and made.shape == (layout.slot_bytes,)
+    right = made.dtype == np.uint8 and made.ndim == 1 and made.nbytes >= nbytes
     if not (right and flags.writeable and flags.c_contiguous):
         raise InternalError(
-            "not a usable slot buffer",
+            "not a usable buffer for a slot image",
             code="bad-buffer",
-            expected=f"{layout.slot_bytes} writable contiguous bytes",
+            expected=f"{nbytes} writable contiguous bytes",
             found=f"{made.dtype} {made.shape} writeable={flags.writeable}",
         )
-    return made
+    return made[:nbytes]
 
 
 def pack_pairs(
-    pairs: Sequence[PairTensors], layout: SlotLayout, buffer: npt.NDArray[np.uint8]
+    pairs: Sequence[PairTensors],
+    layout: SlotLayout,
+    buffer: npt.NDArray[np.uint8],
+    annex: Annex | None = None,
 ) -> None:
-    """Write audited (hence finite) pairs into a slot buffer (uint8 ``[slot_bytes]``), and zero into
+    """Write audited (hence finite) pairs into an image's buffer (uint8 ``[nbytes]``), and zero into
     every other byte of it."""
     elem = layout.elem
     size = elem.size
-    for begin, end in gaps(pairs, layout):
+    starts = [layout.a_start(pair.index, annex) for pair in pairs]
+    for begin, end in gaps(pairs, starts, layout, buffer.size):
         buffer[begin:end] = 0
-    slot = buffer[: layout.pairs_bytes].view(elem.numpy)
+    slot = buffer.view(elem.numpy)
     converted = _convert_blocks(pairs, elem)
-    for pair in pairs:
+    for pair, begin in zip(pairs, starts, strict=True):
         place, rank = layout.pairs[pair.index], pair.rank
         stride = place.stride
         a = _values(pair.a, elem, converted)
-        start = place.a_off // size
+        start = begin // size
         slot[start : start + a.size] = a
         b = _values(pair.b, elem, converted)
-        start = place.b_off // size
+        start += stride * place.k_in
         region = slot[start : start + place.n_out * stride]
         if rank == stride:
             region[:] = b
@@ -157,26 +162,29 @@ def pack_pairs(
             region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
 
 
-def gaps(pairs: Sequence[PairTensors], layout: SlotLayout) -> list[tuple[int, int]]:
-    """(begin, end) bytes of a slot that no pair fills, to be zeroed. Most adapters fill nearly all;
-    clearing costs as much as packing.
+def gaps(
+    pairs: Sequence[PairTensors], starts: Sequence[int], layout: SlotLayout, nbytes: int
+) -> list[tuple[int, int]]:
+    """(begin, end) bytes of an image of ``nbytes`` that no pair fills, to be zeroed. Most adapters
+    fill nearly all; clearing costs as much as packing. ``starts``: `SlotLayout.a_start` of each.
 
     Rows of B shorter than the stride leave holes, so that whole region is one.
     """
     size = layout.elem.size
     filled = []
-    for pair in pairs:
+    for pair, start in zip(pairs, starts, strict=True):
         place = layout.pairs[pair.index]
-        filled.append((place.a_off, pair.rank * place.k_in * size))
+        filled.append((start, pair.rank * place.k_in * size))
         if pair.rank == place.stride:
-            filled.append((place.b_off, place.n_out * place.stride * size))
+            b_start = start + place.stride * place.k_in * size
+            filled.append((b_start, place.n_out * place.stride * size))
     found, end = [], 0
     for start, length in sorted(filled):
         if end < start:
             found.append((end, start))
         end = start + length
-    if end < layout.slot_bytes:
-        found.append((end, layout.slot_bytes))
+    if end < nbytes:
+        found.append((end, nbytes))
     return found
 
 

@@ -1,8 +1,11 @@
-"""The pool: one device allocation that holds every slot, and the tables kernels read.
+"""The pool: one device allocation that holds every slot and the arena, and the tables kernels read.
 
-What it owns: the slots' memory, the pair tables, the overlay counts and the row->slot buffer, all
-at addresses that never change while the pool is open. Called by the device thread only, but for
+What it owns: the memory of slots and annexes, the pair tables, the overlay counts and the row->slot
+buffer, all at addresses that never change while the pool is open. Called by the device thread only, but for
 `land`.
+
+Which part of the arena an annex gets is told it with the commit; that it lies in the arena and over
+nobody else's is checked.
 
 Invariants: a table cell is 0 exactly where the slot's adapter has no such pair; committing an image
 rewrites all cells of that slot's column, so nothing of the previous adapter remains; other columns
@@ -24,20 +27,28 @@ import torch
 
 from ...errors import DeviceError
 from ..device import Device, Stream
+from .annex import ANNEX_ALIGN, round_up
+from .extents import Extents
 from .image import SlotImage
-from .landing import Landing, landing_for
-from .layout import Elem, SlotLayout, round_up
+from .landing import Landing, Part, landing_for
+from .layout import Elem, SlotLayout
+from .tables import PoolTables
 
 MAX_LORAS_LIMIT = 4096
 MAX_ROWS_LIMIT = 65536
 
 
 class LoraPool:
-    """``max_loras`` slots of ``layout.slot_bytes`` bytes and their tables.
+    """``max_loras`` slots of ``layout.slot_bytes`` bytes, the arena, and their tables.
 
     A pool that adopts serves from the image itself, which lies in the same memory and has a slot's
     layout: a commit then writes the tables and copies no weights. It keeps the image until the
     slot's next commit or retire. Images that are lent are copied all the same.
+
+    Attributes:
+        tables: the tables, and their addresses.
+        address, arena_address: of the slots and of the arena.
+        nbytes: of both.
 
     Args:
         device: where the memory lives; the pool frees what it took in `close`.
@@ -48,6 +59,7 @@ class LoraPool:
             weights through the tables alone.
         ahead: have a place on the device where `land` brings one image before its commit, if there
             is room.
+        arena_bytes: for the annexes of all slots together, a multiple of 256.
 
     Raises:
         DeviceError: bad-argument; pool-too-large, unless twice the pool fits in the free memory.
@@ -62,6 +74,7 @@ class LoraPool:
         max_rows: int = 1024,
         adopt: bool = False,
         ahead: bool = False,
+        arena_bytes: int = 0,
     ) -> None:
         for name, value, high in (
             ("max_loras", max_loras, MAX_LORAS_LIMIT),
@@ -75,55 +88,35 @@ class LoraPool:
                     expected=f"an integer in 1..{high}",
                     found=repr(value),
                 )
-        self.device, self.layout, self.max_loras, self.max_rows = (
-            device,
-            layout,
-            max_loras,
-            max_rows,
-        )
+        self.device, self.layout = device, layout
+        self.max_loras, self.max_rows = max_loras, max_rows
         self._adopt = adopt and device.host_addressable
         # Images that a slot serves from; more than one only after a commit that failed half way.
         self._held: list[list[SlotImage]] = [[] for _ in range(max_loras)]
-        self.nbytes = max_loras * layout.slot_bytes
+        self.arena_bytes = arena_bytes
+        self._annexes = Extents(arena_bytes, max_loras)
+        slots_bytes = max_loras * layout.slot_bytes
+        arena_at = round_up(slots_bytes, ANNEX_ALIGN)
+        self.nbytes = arena_at + arena_bytes if arena_bytes else slots_bytes
         free, _ = device.memory_info()
         if 2 * self.nbytes > free:
             raise DeviceError(
-                "the adapter pool leaves too little memory; lower max_loras or max_lora_rank",
+                "the adapter pool leaves too little memory; lower max_loras, max_lora_rank or "
+                "adapter_arena_bytes",
                 code="pool-too-large",
-                subject=f"{max_loras} slots of {layout.slot_bytes} bytes",
+                subject=f"{max_loras} slots of {layout.slot_bytes} bytes, arena of {arena_bytes}",
                 expected=f"2 x pool <= {free} bytes free",
                 found=2 * self.nbytes,
             )
-        n_pairs = len(layout.pairs)
-        # One host block mirrors all tables: a u64, b u64, scale f32, embed and head counts i32,
-        # affine u64 (of no rows without an affine region).
-        cells = n_pairs * max_loras
-        self._a_off, self._b_off = 0, 8 * cells
-        self._scale_off = 16 * cells
-        self._embed_off = round_up(20 * cells, 16)
-        self._head_off = round_up(self._embed_off + 4 * max_loras, 16)
-        self._affine_off = round_up(self._head_off + 4 * max_loras, 16)
-        n_affine = len(layout.affine_offsets)
-        table_bytes = round_up(self._affine_off + 8 * n_affine * max_loras, 16)
-        self._mirror = np.zeros(table_bytes, np.uint8)
-        factors = self._mirror[: 16 * cells].view(np.uint64)
-        self._factors = factors.reshape(2, n_pairs, max_loras)  # a, b
-        scale = self._mirror[16 * cells : 20 * cells].view(np.float32)
-        self._scale = scale.reshape(n_pairs, max_loras)
-        self._embed_counts = self._mirror[self._embed_off :][: 4 * max_loras].view(np.int32)
-        self._head_counts = self._mirror[self._head_off :][: 4 * max_loras].view(np.int32)
-        affine = self._mirror[self._affine_off :][: 8 * n_affine * max_loras].view(np.uint64)
-        self._affine = affine.reshape(n_affine, max_loras)
         self._rows = np.full(max_rows, -1, np.int32)
-        offsets = [[p.a_off for p in layout.pairs], [p.b_off for p in layout.pairs]]
-        self._offsets = np.array(offsets, np.uint64)
-        self._affine_offsets = np.array(layout.affine_offsets, np.uint64)
+        self.tables = PoolTables(layout, max_loras)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._allocations: list[int] = []
         self._landing: Landing | None = None
         try:
             self.address = self._alloc(self.nbytes, "lora pool")
-            self._tables = self._alloc(table_bytes, "lora tables")
+            self.arena_address = self.address + arena_at
+            self.tables.address = self._alloc(self.tables.nbytes, "lora tables")
             self.row_slots_address = self._alloc(4 * max_rows, "lora row slots")
             stream = device.create_stream(label="lora pool start")
             try:
@@ -134,7 +127,8 @@ class LoraPool:
                 device.synchronize(stream)
             finally:
                 device.destroy_stream(stream)
-            self._landing = landing_for(device, layout.slot_bytes) if ahead else None
+            largest = layout.slot_bytes + min(layout.max_annex_bytes, arena_bytes)
+            self._landing = landing_for(device, largest) if ahead else None
         except BaseException:
             self.close()
             raise
@@ -149,48 +143,19 @@ class LoraPool:
         self.device.copy_h2d(dst, int(src.ctypes.data), int(src.nbytes), stream)
 
     def _write_tables(self, stream: Stream) -> None:
-        self._copy(self._tables, self._mirror, stream)
+        self._copy(self.tables.address, self.tables.mirror, stream)
 
     # Addresses kernels take
 
-    @property
-    def a_table(self) -> int:
-        """Address of u64 ``[n_pairs, max_loras]``: absolute address of A, 0 = no pair."""
-        return self._tables + self._a_off
-
-    @property
-    def b_table(self) -> int:
-        """Address of u64 ``[n_pairs, max_loras]``: absolute address of B, 0 = no pair."""
-        return self._tables + self._b_off
-
-    @property
-    def scale_table(self) -> int:
-        """Address of float32 ``[n_pairs, max_loras]``, 0 = no pair."""
-        return self._tables + self._scale_off
-
-    @property
-    def embed_count_table(self) -> int:
-        """Address of int32 ``[max_loras]``: used rows of each slot's embedding overlay."""
-        return self._tables + self._embed_off
-
-    @property
-    def head_count_table(self) -> int:
-        """Address of int32 ``[max_loras]``: used rows of each slot's lm_head overlay."""
-        return self._tables + self._head_off
-
     def pair_tables(self, pair: int) -> tuple[int, int, int]:
         """Addresses of pair ``pair``'s rows of the a, b and scale tables (``max_loras`` cells)."""
-        cells = pair * self.max_loras
-        return (
-            self.a_table + 8 * cells,
-            self.b_table + 8 * cells,
-            self.scale_table + 4 * cells,
-        )
+        cells, t = pair * self.max_loras, self.tables
+        return t.a_table + 8 * cells, t.b_table + 8 * cells, t.scale_table + 4 * cells
 
     def affine_table(self, pair: int) -> int:
         """Address of pair ``pair``'s row of the affine table: u64 ``[max_loras]``, absolute address
         of mul, 0 = none. Only for layouts with an affine region."""
-        return self._tables + self._affine_off + 8 * pair * self.max_loras
+        return self.tables.affine_table + 8 * pair * self.max_loras
 
     def slot_address(self, slot: int) -> int:
         """Address of the first byte of ``slot``: until its next command where the pool adopts.
@@ -201,42 +166,46 @@ class LoraPool:
 
     # Commands, in stream order
 
-    def commit(self, slot: int, image: SlotImage, stream: Stream) -> None:
+    def commit(
+        self, slot: int, image: SlotImage, stream: Stream, extent: int | None = None
+    ) -> None:
         """Copy or adopt ``image`` and rewrite the slot's column of every table.
 
-        Nothing changes if this raises before the copy: DeviceError bad-slot, layout-mismatch
-        (packed for another layout), pool-closed, or what the device raises.
+        Args:
+            extent: where in the arena its annex goes, a multiple of 256; used only where it is
+                copied.
+
+        No memory and no table changes if this raises before the copy: DeviceError bad-slot,
+        layout-mismatch (packed for another layout), bad-extent, pool-closed, or what the device
+        raises.
         """
         self._check(slot)
-        if image.fingerprint != self.layout.fingerprint() or image.nbytes != self.layout.slot_bytes:
+        layout, slot_bytes = self.layout, self.layout.slot_bytes
+        whole = slot_bytes + image.annex_bytes
+        if image.fingerprint != layout.fingerprint() or image.nbytes != whole:
             raise DeviceError(
                 "the image was packed for another layout",
                 code="layout-mismatch",
                 subject=image.digest,
-                expected=self.layout.fingerprint(),
+                expected=layout.fingerprint(),
                 found=image.fingerprint,
             )
         kept = [image] if self._adopt and not image.lent else []
+        self._annexes.clear(slot)  # what it held may be given to others by now
         if kept:
-            base = image.address
+            base, annex_base = image.address, image.address + slot_bytes
         else:
-            base = self.address + slot * self.layout.slot_bytes
-            if self._landing is None or not self._landing.copy_to(base, image, stream):
-                self.device.copy_h2d(base, image.address, image.nbytes, stream)
-        cells = self._offsets + np.uint64(base)
-        scales = image.scales
-        if not all(image.present):
-            absent = ~np.array(image.present, bool)
-            cells[:, absent] = 0
-            scales = np.where(absent, np.float32(0), scales)
-        self._factors[:, :, slot] = cells
-        self._scale[:, slot] = scales
-        if len(self._affine):
-            vectors = np.array(image.affine or (False,) * len(self._affine), bool)
-            cells = np.where(vectors, self._affine_offsets + np.uint64(base), np.uint64(0))
-            self._affine[:, slot] = cells
-        self._embed_counts[slot] = image.embed_rows
-        self._head_counts[slot] = image.head_rows
+            base = self.address + slot * slot_bytes
+            parts = [Part(base, 0, slot_bytes)]
+            annex_base = self.arena_address
+            if image.annex is not None:
+                annex_base += self._annexes.put(slot, image, extent)
+                parts.append(Part(annex_base, slot_bytes, image.annex.nbytes))
+            if self._landing is None or not self._landing.copy_to(parts, image, stream):
+                for part in parts:
+                    source = image.address + part.begin
+                    self.device.copy_h2d(part.target, source, part.nbytes, stream)
+        self.tables.fill(slot, image, base, annex_base)
         self._hold(slot, kept, stream)
 
     def land(self, image: SlotImage) -> bool:
@@ -253,16 +222,18 @@ class LoraPool:
         self._write_tables(stream)
         if old:
             self.device.synchronize(stream)
-        if old or kept:
-            self._held[slot] = kept
-            self._views = {key: view for key, view in self._views.items() if key[0] != slot}
+        self._held[slot] = kept
+        self._views = {
+            key: view
+            for key, view in self._views.items()
+            if key[0] != slot or not (old or kept or self.layout.pairs[key[1]].annex)
+        }
 
     def retire(self, slot: int, stream: Stream) -> None:
         """Set every table cell of ``slot`` to 0: rows that name it get no delta. Idempotent."""
         self._check(slot)
-        self._factors[:, :, slot] = 0
-        self._scale[:, slot] = self._affine[:, slot] = 0
-        self._embed_counts[slot] = self._head_counts[slot] = 0
+        self._annexes.clear(slot)
+        self.tables.clear(slot)
         self._hold(slot, [], stream)
 
     def set_row_slots(self, slots: Sequence[int], stream: Stream) -> None:
@@ -291,65 +262,86 @@ class LoraPool:
     def present(self, slot: int, pair: int) -> bool:
         """True when ``slot`` holds an adapter with that pair (as of the last command)."""
         self._check(slot)
-        return bool(self._factors[0, pair, slot] != 0)
+        return bool(self.tables.a[pair, slot] != 0)
 
     def scale(self, slot: int, pair: int) -> float:
         """Scale of that pair, 0.0 where absent (as of the last command)."""
         self._check(slot)
-        return float(self._scale[pair, slot])
+        return float(self.tables.scale[pair, slot])
 
     def vectors(self, slot: int, pair: int) -> bool:
         """True when ``slot`` holds an adapter with mul and add there (as of the last command)."""
         self._check(slot)
-        return bool(len(self._affine) and self._affine[pair, slot] != 0)
+        return bool(len(self.tables.affine) and self.tables.affine[pair, slot] != 0)
 
     def overlay_counts(self, slot: int) -> tuple[int, int]:
         """(embedding rows, lm_head rows) in use in ``slot``."""
         self._check(slot)
-        return int(self._embed_counts[slot]), int(self._head_counts[slot])
+        return int(self.tables.embed_counts[slot]), int(self.tables.head_counts[slot])
 
     def view(self, slot: int, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of one pair, as tensors over the pool's own memory.
 
         Dtype bfloat16 or float32 after `Elem`. The tensors do not keep the pool alive: drop them
-        before `close`. They are made once per (slot, pair), and again after an adopted image.
+        before `close`. They are made once per (slot, pair), and again when it lies elsewhere.
 
         Raises:
-            DeviceError: bad-slot, pool-closed; not-host-addressable on a device whose memory the
+            DeviceError: bad-slot, pool-closed; no-pair for one of an annex that is not there;
+                not-host-addressable on a device whose memory the
                 CPU cannot read.
         """
         found = self._views.get((slot, pair))
         if found is not None:
             return found
-        base, layout = self.slot_address(slot), self.layout
-        place = layout.pairs[pair]
-        stride = place.stride
+        place = self.layout.pairs[pair]
+        a, b = self.pair_address(slot, pair)
         made = (
-            self._tensor(base + place.a_off, (stride, place.k_in)),
-            self._tensor(base + place.b_off, (place.n_out, stride)),
+            self._tensor(a, (place.stride, place.k_in)),
+            self._tensor(b, (place.n_out, place.stride)),
         )
         self._views[slot, pair] = made
         return made
 
+    def pair_address(self, slot: int, pair: int) -> tuple[int, int]:
+        """Addresses of A and B of one pair: until the slot's next command.
+
+        Raises:
+            DeviceError: bad-slot, pool-closed; no-pair for one of an annex that is not there.
+        """
+        base, place = self.slot_address(slot), self.layout.pairs[pair]
+        if not place.annex:
+            return base + place.a_off, base + place.b_off
+        a, b = int(self.tables.a[pair, slot]), int(self.tables.b[pair, slot])
+        if a == 0:
+            raise DeviceError(
+                "the slot's adapter has no such pair", code="no-pair", subject=f"slot {slot}"
+            )
+        return a, b
+
+    def overlay_addresses(self, slot: int) -> tuple[int, int, int, int] | None:
+        """Addresses of embed_ids, embed_rows, head_ids, head_rows of ``slot``, ``None`` without an
+        overlay: until its next command. Raises DeviceError bad-slot, pool-closed."""
+        self._check(slot)
+        return self.tables.overlays[slot]
+
     def overlay_view(
         self, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """embed_ids, embed_rows, head_ids, head_rows of ``slot`` cut to the rows in use.
+        """embed_ids, embed_rows, head_ids, head_rows of ``slot``.
 
-        Ids are int32 ``[n]``, rows ``[n, hidden]``; ``None`` when the layout has no overlay.
+        Ids are int32 ``[n]``, rows ``[n, hidden]``; ``None`` when the adapter has no overlay.
         Raises as `view`. Only meaningful after the stream of the last command has passed it.
         """
-        base, offsets = self.slot_address(slot), self.layout.overlay
-        if offsets is None:
+        addresses = self.overlay_addresses(slot)
+        if addresses is None:
             return None
         hidden, (n_embed, n_head) = self.layout.dims.hidden, self.overlay_counts(slot)
-        ids = (self.layout.overlay_rows,)
-        rows = (self.layout.overlay_rows, hidden)
+        embed_ids, embed_rows, head_ids, head_rows = addresses
         return (
-            self._tensor(base + offsets.embed_ids, ids, torch.int32)[:n_embed],
-            self._tensor(base + offsets.embed_rows, rows)[:n_embed],
-            self._tensor(base + offsets.head_ids, ids, torch.int32)[:n_head],
-            self._tensor(base + offsets.head_rows, rows)[:n_head],
+            self._tensor(embed_ids, (n_embed,), torch.int32),
+            self._tensor(embed_rows, (n_embed, hidden)),
+            self._tensor(head_ids, (n_head,), torch.int32),
+            self._tensor(head_rows, (n_head, hidden)),
         )
 
     def _tensor(
@@ -364,6 +356,8 @@ class LoraPool:
         elem = torch.bfloat16 if self.layout.elem is Elem.BF16 else torch.float32
         chosen = elem if dtype is None else dtype
         count = int(np.prod(shape))
+        if count == 0:
+            return torch.empty(shape, dtype=chosen)
         raw = (ctypes.c_char * (count * chosen.itemsize)).from_address(address)
         return torch.frombuffer(raw, dtype=chosen, count=count).reshape(shape)
 

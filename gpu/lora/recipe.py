@@ -25,7 +25,7 @@ from .audit import Audited
 from .buffers import blank
 from .image import SlotImage
 from .layout import SlotLayout
-from .overlay import BaseRows, OverlayPlan, pack_overlay
+from .overlay import BaseRows, OverlayPlan
 from .pack import FILE_DTYPES, PairTensors, gaps, to_elem
 from .report import LoadReport
 from .safefile import ITEM_BYTES, FileLimits, Tensor
@@ -68,10 +68,10 @@ class Recipe:
         terms: it was made on.
         start: bytes before the file's first value.
         dtype: of the file.
-        gaps: (begin, end) bytes of the slot that no pair fills.
+        gaps: (begin, end) bytes of the image that no pair fills.
         moves: int64 ``[n, 6]``, in the order of the file, of all its values, none of more than
-            `MOVE_BYTES` there: end and begin in the file, place in the slot, rows, from row to row
-            in the slot, length of a row; in elements.
+            `MOVE_BYTES` there: end and begin in the file, place in the image, rows, from row to
+            row in the image, length of a row; in elements.
         image: without a buffer or a digest.
         report: without times.
     """
@@ -103,7 +103,7 @@ class Follower:
     """Checks and packs one adapter by its recipe, values coming in the order of the file.
 
     Attributes:
-        buffer: uint8 ``[slot_bytes]``, the slot as far as it is packed.
+        buffer: uint8 ``[nbytes]``, the image as far as it is packed.
         finite: no value yet that the audit refuses.
     """
 
@@ -114,11 +114,10 @@ class Follower:
         self._moves: list[list[int]] = recipe.moves.tolist()
         self._next = 0
         self.finite = True
-        self.buffer = blank(layout.slot_bytes)
-        self._slot = self.buffer[: layout.pairs_bytes].view(elem.numpy)
+        self.buffer = blank(layout.slot_bytes + recipe.image.annex_bytes)
+        self._slot = self.buffer.view(elem.numpy)
         for begin, end in recipe.gaps:
             self.buffer[begin:end] = 0
-        pack_overlay(OverlayPlan(), layout, self.buffer)
 
     def check(self, fresh: npt.NDArray[np.uint8]) -> None:
         """Look at values (whole elements, as bytes) that have not been looked at."""
@@ -147,9 +146,9 @@ class Follower:
         finite, and a pair changes something. Else the audit has to look."""
         if not self.finite:
             return False
-        layout = self._recipe.terms.layout
-        present = (i for i, rank in enumerate(self._recipe.image.ranks) if rank)
-        pairs = (layout.pair_views(self.buffer, index) for index in present)
+        layout, image = self._recipe.terms.layout, self._recipe.image
+        present = (i for i, rank in enumerate(image.ranks) if rank)
+        pairs = (layout.pair_views(self.buffer, index, image.annex) for index in present)
         return any(peak(a.reshape(-1)) and peak(b.reshape(-1)) for a, b in pairs)
 
 
@@ -243,17 +242,19 @@ def _recipe(
 ) -> Recipe:
     layout, item, size = terms.layout, ITEM_BYTES[dtype], terms.layout.elem.size
     moves: list[_Move] = []
-    for pair in pairs:
+    starts = [layout.a_start(pair.index, image.annex) for pair in pairs]
+    for pair, a_start in zip(pairs, starts, strict=True):
         place, rank, most = layout.pairs[pair.index], pair.rank, MOVE_BYTES // item
+        b_start = a_start + place.stride * place.k_in * size
         a, b = pair.a.begin // item, pair.b.begin // item
-        whole = [(a, place.a_off, place.k_in)]
+        whole = [(a, a_start, place.k_in)]
         if rank == place.stride:
-            whole.append((b, place.b_off, place.n_out))
+            whole.append((b, b_start, place.n_out))
         else:
             step = most // rank
             for row in range(0, place.n_out, step):
                 rows, begin = min(step, place.n_out - row), b + row * rank
-                target = place.b_off // size + row * place.stride
+                target = b_start // size + row * place.stride
                 moves.append((begin + rows * rank, begin, target, rows, place.stride, rank))
         for begin, offset, width in whole:
             for done in range(0, rank * width, most):
@@ -264,7 +265,7 @@ def _recipe(
         terms=terms,
         start=start,
         dtype=dtype,
-        gaps=tuple(gaps(pairs, layout)),
+        gaps=tuple(gaps(pairs, starts, layout, image.nbytes)),
         moves=np.array(_joined(sorted(moves), MOVE_BYTES // item), np.int64),
         image=replace(image, buffer=np.empty(0, np.uint8), digest="", lent=False),
         report=_own(report, {}),

@@ -52,7 +52,8 @@ class LoadReport:
         head_rows: token rows replaced in lm_head.
         vectors: pairs with a factor or offset per output, by what it comes from: dora, lora_bias,
             bias.
-        slot_bytes: bytes the adapter takes in the pool.
+        slot_bytes: bytes of its slot.
+        annex_bytes: bytes it takes in the arena: experts, token matrices, overlay.
         file_bytes: tensor bytes read.
         seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
             was left to wait for of the digest, which is taken beside audit and pack. By a recipe
@@ -76,6 +77,7 @@ class LoadReport:
     file_bytes: int
     seconds: Mapping[str, float]
     modules: tuple[ModuleReport, ...] = ()
+    annex_bytes: int = 0
 
 
 def delta_norms(image: SlotImage, layout: SlotLayout) -> npt.NDArray[np.float64]:
@@ -88,7 +90,7 @@ def delta_norms(image: SlotImage, layout: SlotLayout) -> npt.NDArray[np.float64]
     for index, rank in enumerate(image.ranks):
         if rank == 0:
             continue
-        a_view, b_view = layout.pair_views(image.buffer, index)
+        a_view, b_view = layout.pair_views(image.buffer, index, image.annex)
         a = as_f32(a_view[:rank]).astype(np.float64)
         b = as_f32(b_view[:, :rank]).astype(np.float64)
         squared = float(np.sum((b.T @ b) * (a @ a.T)))

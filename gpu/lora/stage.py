@@ -12,14 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import StagingError
-from .affine import pack_affine
+from .affine import held_vectors, pack_affine
+from .annex import check_annex
 from .audit import Audited, audit
 from .buffers import blank
 from .config import PeftConfig, parse_config
@@ -38,9 +39,11 @@ from .source import AdapterSource, StreamedSource
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """Bounds on what staging will read."""
+    """Bounds on what staging will read, and on the annex it will make: bytes of the arena, or
+    ``None`` for any the layout allows."""
 
     files: FileLimits = field(default_factory=FileLimits)
+    annex_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +55,7 @@ class StagedAdapter:
     digest: str
 
 
+Buffer = npt.NDArray[np.uint8] | bytearray | memoryview
 Held = Callable[[str], "StagedAdapter | None"]
 """Digest -> what was staged from the same place with that content, if it is still held."""
 
@@ -71,7 +75,7 @@ class SelfStaging(Protocol):
         *,
         clock: Callable[[], float] = ...,
         cancelled: Callable[[], bool] | None = None,
-        buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+        buffer: Buffer | None = None,
         held: Held | None = None,
     ) -> StagedAdapter:
         """See `stage`."""
@@ -86,7 +90,7 @@ def stage(
     *,
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] | None = None,
-    buffer: npt.NDArray[np.uint8] | bytearray | memoryview | None = None,
+    buffer: Buffer | Callable[[int], npt.NDArray[np.uint8]] | None = None,
     held: Held | None = None,
     recipes: Recipes | None = None,
 ) -> StagedAdapter:
@@ -100,19 +104,21 @@ def stage(
             or lm_head, for DoRA and for trained biases.
         clock: seconds, for the report.
         cancelled: asked before each phase; True ends staging.
-        buffer: ``layout.slot_bytes`` writable bytes to pack into, whatever is in it; default fresh.
+        buffer: writable bytes to pack into, at least as many as the image has, whatever is in them,
+            or what makes them, told how many; default fresh.
         held: asked by a source that is `SelfStaging` once it knows the digest: what this gives is
             returned as it is.
         recipes: of adapters staged before; this one's is added. They make staging faster and change
             nothing in what comes of it; not used where ``buffer`` is given.
 
     Raises:
-        RejectError: the adapter's own fault, codes in docs/reject-codes.md.
+        RejectError: the adapter's own fault, codes in docs/reject-codes.md; annex-exceeds-arena.
         StagingError: adapter-unreadable; stage-cancelled.
         InternalError: bad-buffer.
     """
     limits = StageLimits() if limits is None else limits
     if hasattr(source, "stage_for"):  # asking for the whole protocol takes many times as long
+        assert not callable(buffer)  # such a source knows the size before the buffer is needed
         return cast(SelfStaging, source).stage_for(
             layout, limits, base_rows, clock=clock, cancelled=cancelled, buffer=buffer, held=held
         )
@@ -131,6 +137,7 @@ def stage(
         packed = intake.packed() if raw is None else None
         if intake.recipe is not None and packed is not None:
             phase_done()
+            check_annex(intake.recipe.image.annex_bytes, limits.annex_bytes)
             name, seconds = intake.digest.hexdigest(), dict(intake.seconds)
             seconds = {"read": marks[1] - marks[0] - sum(seconds.values()), **seconds}
             return StagedAdapter(
@@ -148,47 +155,66 @@ def stage(
             tensors = to_peft_tensors(tensors)
         audited = audit(config, tensors, layout, base_rows)
         phase_done()
-        packed = blank(layout.slot_bytes) if buffer is None else reuse_buffer(layout, buffer)
-        pack_pairs(audited.pairs, layout, packed)
-        affine = pack_affine(audited.vectors, layout, packed)
-        pack_overlay(audited.overlay, layout, packed)
+        facts = _facts(audited, layout)
+        nbytes = layout.slot_bytes + (0 if facts.annex is None else facts.annex.nbytes)
+        check_annex(nbytes - layout.slot_bytes, limits.annex_bytes)
+        given = buffer(nbytes) if callable(buffer) else buffer
+        packed = blank(nbytes) if given is None else reuse_buffer(given, nbytes)
+        pack_pairs(audited.pairs, layout, packed, facts.annex)
+        pack_affine(audited.vectors, layout, packed, facts.annex)
+        pack_overlay(audited.overlay, layout, packed, facts.annex)
         phase_done()
         name = digesting.result()
     phase_done()
-    image = _image(audited, layout, packed, name, affine, lent=buffer is not None)
+    image = replace(facts, buffer=packed, digest=name, lent=buffer is not None)
     names = ("read", "audit", "pack", "digest")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
-    report = _report(config, tensors, audited, layout, raw.nbytes, seconds)
+    sizes = (image.annex_bytes, raw.nbytes)
+    report = _report(config, tensors, audited, layout, *sizes, seconds)
     if recipes is not None:
         recipes.learn(raw, terms, tensors, audited, image, report)
     return StagedAdapter(image, report, name)
 
 
-def _image(
-    audited: Audited,
-    layout: SlotLayout,
-    packed: npt.NDArray[np.uint8],
-    digest: str,
-    affine: tuple[bool, ...],
-    *,
-    lent: bool,
-) -> SlotImage:
+def _facts(audited: Audited, layout: SlotLayout) -> SlotImage:
+    """All of the image but its bytes and digest."""
     n_pairs = len(layout.pairs)
     scales, ranks = np.zeros(n_pairs, np.float32), [0] * n_pairs
     for pair in audited.pairs:
         scales[pair.index], ranks[pair.index] = pair.scale, pair.rank
     scales.flags.writeable = False
-    return SlotImage(
-        buffer=packed,
-        present=tuple(rank > 0 for rank in ranks),
-        scales=scales,
-        ranks=tuple(ranks),
-        digest=digest,
-        fingerprint=layout.fingerprint(),
+    return laid_out(
+        layout,
+        scales,
+        tuple(ranks),
         embed_rows=audited.overlay.embed_count,
         head_rows=audited.overlay.head_count,
+        affine=held_vectors(audited.vectors, layout),
+    )
+
+
+def laid_out(
+    layout: SlotLayout,
+    scales: npt.NDArray[np.float32],
+    ranks: tuple[int, ...],
+    *,
+    embed_rows: int,
+    head_rows: int,
+    affine: tuple[bool, ...],
+) -> SlotImage:
+    """An image of these facts without bytes and digest: where everything lies follows from them."""
+    present = tuple(rank > 0 for rank in ranks)
+    return SlotImage(
+        buffer=np.empty(0, np.uint8),
+        present=present,
+        scales=scales,
+        ranks=ranks,
+        digest="",
+        fingerprint=layout.fingerprint(),
+        embed_rows=embed_rows,
+        head_rows=head_rows,
         affine=affine,
-        lent=lent,
+        annex=layout.annex_for(present, affine, embed_rows, head_rows),
     )
 
 
@@ -197,6 +223,7 @@ def _report(
     tensors: list[Tensor],
     audited: Audited,
     layout: SlotLayout,
+    annex_bytes: int,
     file_bytes: int,
     seconds: dict[str, float],
 ) -> LoadReport:
@@ -213,6 +240,7 @@ def _report(
         head_rows=audited.overlay.head_count,
         vectors=dict(Counter(kind for v in audited.vectors for kind in v.kinds)),
         slot_bytes=layout.slot_bytes,
+        annex_bytes=annex_bytes,
         file_bytes=file_bytes,
         seconds=seconds,
         modules=_modules(audited, layout),

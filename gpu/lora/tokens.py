@@ -5,8 +5,8 @@ What it owns: nothing. PEFT trains ``E + s (B A)^T`` for an embedding (``lora_em
 factors of its own also where the base ties the two: a tied head does not follow the embedding's
 factors unless ``ensure_weight_tying`` wrote them twice, transposed.
 
-Invariant: a slot's room for them is bounded (``embedding_rank``), and what does not fit is refused
-with the bytes it takes.
+Invariant: their room is bounded (``embedding_rank``), and what does not fit is refused with the
+bytes it takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKEN_LEAVES: Final = frozenset(module.leaf for module in TOKEN_MODULES)
 
 
 def check_target(target: str, config: PeftConfig, layout: SlotLayout) -> None:
-    """Refuse a target of the config that slots have no room for.
+    """Refuse a target of the config that there is no room for.
 
     Raises:
         RejectError: embedding.
@@ -39,7 +39,7 @@ def check_target(target: str, config: PeftConfig, layout: SlotLayout) -> None:
 def check_factors(
     keys: Sequence[Key], tensors: Sequence[Tensor], config: PeftConfig, layout: SlotLayout
 ) -> frozenset[str]:
-    """Refuse factors that slots have no room for, or of a larger vocabulary; the leaves with some.
+    """Refuse factors that there is no room for, or of a larger vocabulary; the leaves with some.
 
     Raises:
         RejectError: embedding-lora, vocab-exceeds-base.
@@ -70,11 +70,11 @@ def _check_room(subject: str, rank: int, layout: SlotLayout, *, code: str) -> No
         return
     need = layout.bytes_for(TOKEN_MODULES, rank) - layout.bytes_for(TOKEN_MODULES, room)
     raise RejectError(
-        "slots have no room for low-rank embed_tokens and lm_head of this rank",
+        "there is no room for low-rank embed_tokens and lm_head of this rank",
         code=code,
         subject=subject,
-        expected=f"a max_embedding_rank of at least {rank}, which takes {need} bytes more in each "
-        "slot",
+        expected=f"a max_embedding_rank of at least {rank}, which takes up to {need} bytes more of "
+        "the arena",
         found=f"max_embedding_rank {room}",
     )
 

@@ -8,7 +8,7 @@ its affine part unless one of the rows' adapters has vectors there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -20,12 +20,13 @@ from ...errors import InternalError
 from ..device import Device, Stream
 from ..kernels.affine import AffineSlice
 from ..kernels.bgmv import LoraSlice
+from ..lora.annex import arena_bytes
 from ..lora.dims import TOKEN_MODULES, LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
 from .batch import RowLike
-from .groups import Affine, Delta, GroupMaker
+from .groups import Affine, Delta, DeltaThenAffine, GroupMaker, RoutedVectors
 from .token_matrices import TokenMatrices
 
 GROUPS: Final = (
@@ -59,49 +60,6 @@ LayerPlan = tuple[Delta | None, ...]
 """What to launch in one layer, in the order of `GROUPS`; ``None`` is nothing to do."""
 
 
-class DeltaThenAffine:
-    """A group's delta and then its vectors: y = mul * (y + delta) + add."""
-
-    def __init__(self, lora: Delta, affine: Affine) -> None:
-        self._lora, self._affine = lora, affine
-
-    def apply(
-        self,
-        x_addr: int,
-        x_stride: int,
-        out_addr: int,
-        out_stride: int,
-        row_slot_addr: int,
-        n_rows: int,
-    ) -> None:
-        """See `LoraGroup.apply`."""
-        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
-        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
-
-
-class RoutedVectors:
-    """The same for one expert's group, whose vectors are found when they are first needed."""
-
-    def __init__(self, lora: Delta, make: Callable[[], Affine]) -> None:
-        self._lora, self._make = lora, make
-        self._affine: Affine | None = None
-
-    def apply(
-        self,
-        x_addr: int,
-        x_stride: int,
-        out_addr: int,
-        out_stride: int,
-        row_slot_addr: int,
-        n_rows: int,
-    ) -> None:
-        """See `LoraGroup.apply`."""
-        if self._affine is None:
-            self._affine = self._make()
-        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
-        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
-
-
 class Adapters:
     """Slots and groups for one model.
 
@@ -113,6 +71,8 @@ class Adapters:
         max_loras: slots, 1 or more.
         max_rows: most tokens of a step (each token has a cell in the row->slot buffer).
         adopt: see `LoraPool`.
+        arena_option: bytes of the pool's arena, or ``None`` for the default; see
+            `gpu.lora.annex.arena_bytes`.
         stream: the compute stream; commands are ordered on it.
 
     Raises:
@@ -129,7 +89,9 @@ class Adapters:
         max_rows: int,
         stream: Stream,
         adopt: bool = False,
+        arena_option: int | None = None,
     ) -> None:
+        self._arena_option = arena_option
         self.pool = LoraPool(
             device,
             layout,
@@ -137,6 +99,7 @@ class Adapters:
             max_rows=max_rows,
             adopt=adopt,
             ahead=not device.host_addressable,
+            arena_bytes=arena_bytes(arena_option, layout.max_annex_bytes, max_loras),
         )
         self._adopt = adopt
         self._device, self._kernels, self._stream = device, kernels, stream
@@ -216,13 +179,14 @@ class Adapters:
             column += n_out
         return kernels.affine_group(tuple(slices), max_loras=self.pool.max_loras)
 
-    def commit(self, slot: int, image: SlotImage) -> None:
-        """Fill ``slot``; the image has landed when this returns. Raises as `LoraPool.commit`.
+    def commit(self, slot: int, image: SlotImage, extent: int | None = None) -> None:
+        """Fill ``slot``, and ``extent`` of the arena; the image has landed when this returns.
+        Raises as `LoraPool.commit`.
 
         After a failure the slot counts as empty, so that no row can run on half an image.
         """
         self._forget(slot)
-        self.pool.commit(slot, image, self._stream)
+        self.pool.commit(slot, image, self._stream, extent)
         self._device.synchronize(self._stream)
         self.token_matrices.commit(slot, image)
         held = image.present, image.affine
@@ -357,6 +321,7 @@ class Adapters:
             max_rows=self.pool.max_rows,
             stream=self._stream,
             adopt=self._adopt,
+            arena_option=self._arena_option,
         )
         try:
             self._device.synchronize(self._stream)  # the old ones may go now

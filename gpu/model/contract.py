@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final
 
 import torch
 
 from ...errors import DeviceError, InternalError, RotaError
+from ..lora.pool import LoraPool
 from .batch import RowLike, RowOutput, StepBatch
 from .sampling import Choice, Sampler, SamplingParams
 
@@ -30,6 +31,8 @@ LogitsSink = Callable[[list[int], torch.Tensor], None]
 class RunnerInfo:
     """What is served. ``context_length`` in tokens (also bounded by the KV memory); bytes in B.
     ``spill_blocks``: KV blocks of preempted sequences that host memory may hold.
+
+    ``pool_bytes``: of slots and arena; ``arena_bytes``: of the arena alone.
 
     ``recurrent``: a sequence's past cannot be taken up anywhere but where its state is, at a
     snapshot, or from position 0. ``snapshots``: how many of them the runner keeps (0: it cannot,
@@ -59,6 +62,17 @@ class RunnerInfo:
     state_blocks: int = 0
     attention: str = "host"
     attention_passed: tuple[str, ...] = ()
+    arena_bytes: int = 0
+
+    def with_pool(self, pool: LoraPool, max_lora_rank: int) -> RunnerInfo:
+        """The same with another pool."""
+        return replace(
+            self,
+            pool_bytes=pool.nbytes,
+            max_loras=pool.max_loras,
+            max_lora_rank=max_lora_rank,
+            arena_bytes=pool.arena_bytes,
+        )
 
 
 @contextmanager

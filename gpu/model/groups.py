@@ -5,6 +5,7 @@ What it owns: nothing; the protocols the host's and the accelerator's groups fol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..kernels.affine import AffineSlice
@@ -55,3 +56,46 @@ class GroupMaker(Protocol):
     def lookup_group(self, part: LoraSlice, *, vocab: int, rank: int, max_loras: int) -> Lookup:
         """The pair of the embedding; asked for only of layouts with room for one."""
         ...
+
+
+class DeltaThenAffine:
+    """A group's delta and then its vectors: y = mul * (y + delta) + add."""
+
+    def __init__(self, lora: Delta, affine: Affine) -> None:
+        self._lora, self._affine = lora, affine
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None:
+        """See `LoraGroup.apply`."""
+        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
+        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
+
+
+class RoutedVectors:
+    """The same for one expert's group, whose vectors are found when they are first needed."""
+
+    def __init__(self, lora: Delta, make: Callable[[], Affine]) -> None:
+        self._lora, self._make = lora, make
+        self._affine: Affine | None = None
+
+    def apply(
+        self,
+        x_addr: int,
+        x_stride: int,
+        out_addr: int,
+        out_stride: int,
+        row_slot_addr: int,
+        n_rows: int,
+    ) -> None:
+        """See `LoraGroup.apply`."""
+        if self._affine is None:
+            self._affine = self._make()
+        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
+        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)

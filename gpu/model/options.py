@@ -15,6 +15,7 @@ from ...errors import DeviceError
 from ..device import Device
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.layout import Elem, SlotLayout
+from ..lora.pool import LoraPool
 from .config import ModelConfig
 from .contract import RunnerInfo
 from .kv import blocks_within, kv_bytes_per_block, spare_bytes
@@ -25,6 +26,7 @@ from .weights import DtypeName
 
 MAX_STEP_TOKENS: Final = 1 << 16
 MAX_SEQUENCES: Final = 1 << 14
+MAX_ARENA_BYTES: Final = 1 << 44
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,14 @@ class RunnerOptions:
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         max_loras: slots; 0 is LoRA off.
         max_lora_rank: largest rank a slot has room for.
-        overlay_rows: embedding and lm_head rows a slot may replace.
+        overlay_rows: embedding and lm_head rows an adapter may replace.
         affine: room in each slot for DoRA's factors and for biases.
-        expert_adapters: room in each slot for pairs of every routed expert.
+        expert_adapters: serve pairs of routed experts.
         max_expert_rank: of them, where less than ``max_lora_rank``; 0 = ``max_lora_rank``.
         max_embedding_rank: largest rank of embed_tokens and lm_head; 0 = no room for them.
+        adapter_arena_bytes: memory for what the adapters in slots have, all together, of experts,
+            token matrices and replaced rows; rounded down to 256 bytes. ``None``: as much as the
+            largest such adapter may need, in every slot, but at most 1 GiB; or as it needs once.
         num_blocks, kv_bytes: KV memory, one or the other; neither takes half of what is free.
         max_step_tokens: most tokens of a step.
         max_sequences: most rows of a step.
@@ -63,6 +68,7 @@ class RunnerOptions:
     expert_adapters: bool = False
     max_expert_rank: int = 0
     max_embedding_rank: int = 0
+    adapter_arena_bytes: int | None = None
     num_blocks: int | None = None
     kv_bytes: int | None = None
     max_step_tokens: int = 512
@@ -77,8 +83,11 @@ class RunnerOptions:
             ("max_loras", 0, 4096),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
             ("max_sequences", 1, MAX_SEQUENCES),
+            ("adapter_arena_bytes", 0, MAX_ARENA_BYTES),
         ):
             value = getattr(self, name)
+            if value is None and name == "adapter_arena_bytes":
+                continue
             if type(value) is not int or not low <= value <= high:
                 raise DeviceError(
                     "a runner parameter is out of range",
@@ -140,7 +149,7 @@ class RunnerOptions:
         num_blocks: int,
         model_bytes: int,
         kv_bytes: int,
-        pool_bytes: int,
+        pool: LoraPool | None,
         states: StateArena | None,
         attention: str = "host",
         attention_passed: tuple[str, ...] = (),
@@ -157,7 +166,7 @@ class RunnerOptions:
             block_size=BLOCK_TOKENS,
             model_bytes=model_bytes,
             kv_bytes=kv_bytes,
-            pool_bytes=pool_bytes,
+            pool_bytes=pool.nbytes if pool else 0,
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
             spill_blocks=spill_blocks,
@@ -167,4 +176,5 @@ class RunnerOptions:
             state_blocks=state_blocks,
             attention=attention,
             attention_passed=attention_passed,
+            arena_bytes=pool.arena_bytes if pool else 0,
         )

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,6 +91,7 @@ class Runner:
                     max_rows=options.max_step_tokens,
                     stream=self._stream,
                     adopt=True,
+                    arena_option=options.adapter_arena_bytes,
                 )
             if config.recurrent:
                 self._states = StateArena(
@@ -126,7 +126,7 @@ class Runner:
             num_blocks=num_blocks,
             model_bytes=weights.nbytes,
             kv_bytes=self._kv.nbytes,
-            pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
+            pool=self._adapters.pool if self._adapters else None,
             states=self._states,
         )
 
@@ -252,18 +252,20 @@ class Runner:
 
     # Slots
 
-    def commit(self, slot: int, image: SlotImage) -> None:
-        """Fill ``slot`` between steps. Raises DeviceError lora-off, and as `LoraPool.commit`."""
-        self._slots().commit(slot, image)
+    def commit(self, slot: int, image: SlotImage, extent: int | None = None) -> None:
+        """Fill ``slot`` between steps. ``extent``: the offset in the arena that an image's annex is
+        copied to, where images are copied. Raises DeviceError lora-off, and as `LoraPool.commit`.
+        """
+        self._slots().commit(slot, image, extent)
 
     def retire(self, slot: int) -> None:
         """Empty ``slot``. Raises DeviceError lora-off, bad-slot."""
         self._slots().retire(slot)
 
-    def relayout(self, max_loras: int, max_rank: int) -> None:
+    def relayout(self, max_loras: int, max_rank: int) -> int:
         """Exchange the pool for an empty one of ``max_loras`` slots, 1 or more, for ranks up to
         ``max_rank``, between steps; `layout` and `info` follow. Whatever is raised, the old pool is
-        kept with all that is in it.
+        kept with all that is in it. Returns the bytes of the new arena.
 
         Raises:
             DeviceError: lora-off, or as `Adapters.remade`.
@@ -271,10 +273,9 @@ class Runner:
         old = self._slots()
         new = old.remade(max_loras, max_rank)
         self._adapters, self.layout = new, new.pool.layout
-        self.info = replace(
-            self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
-        )
+        self.info = self.info.with_pool(new.pool, max_rank)
         self._leftovers.give_up(old)
+        return new.pool.arena_bytes
 
     def _slots(self) -> Adapters:
         self._alive()

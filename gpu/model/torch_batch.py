@@ -20,7 +20,7 @@ from ...errors import DeviceError
 from ..device import Device, Stream
 from ..kernels.memory import view_at
 from ..kernels.rope import BLOCK_TOKENS
-from ..lora.layout import round_up
+from ..lora.annex import round_up
 from ..tensors import TensorSpace
 from .batch import StepBatch
 from .torch_rows import HostRows

@@ -77,14 +77,15 @@ class SlotViews:
     The tensors do not keep the pool alive: `clear` before it is closed.
 
     Attributes:
-        experts: the pairs of routed experts; ``None`` in a pool without room for them.
+        experts: the pairs of routed experts; ``None`` in a pool without an arena for them.
         expert_vectors: their vectors, likewise.
     """
 
     def __init__(self, pool: LoraPool, space: TensorSpace, dtype: torch.dtype) -> None:
         self._pool, self._space, self._dtype = pool, space, dtype
         dims = pool.layout.dims
-        self.experts = ExpertPairs(pool, space, dtype) if dims.expert_adapters else None
+        routed = dims.expert_adapters and pool.arena_bytes
+        self.experts = ExpertPairs(pool, space, dtype) if routed else None
         self.expert_vectors: ExpertVectors | None = None
         if self.experts is not None and pool.layout.affine:
             self.expert_vectors = ExpertVectors(pool, space)

@@ -13,8 +13,9 @@ from typing import Final
 
 import torch
 
+from ..lora.annex import ALIGN
 from ..lora.dims import LoraModule
-from ..lora.layout import ALIGN, affine_step
+from ..lora.layout import affine_step
 from ..lora.pool import LoraPool
 from ..tensors import TensorSpace
 from .adapters import OF_EXPERT

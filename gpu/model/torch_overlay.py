@@ -29,8 +29,8 @@ class Overlays:
 
     def commit(self, slot: int, image: SlotImage) -> None:
         """Remember the ids an image replaces."""
-        offsets = self._pool.layout.overlay
-        if offsets is None or not (image.embed_rows or image.head_rows):
+        offsets = None if image.annex is None else image.annex.overlay
+        if offsets is None:
             self._ids.pop(slot, None)
             return
         found = [
@@ -43,10 +43,9 @@ class Overlays:
         self._ids[slot] = (found[0], found[1])
 
     def _rows(self, slot: int, head: bool) -> torch.Tensor:
-        offsets = self._pool.layout.overlay
-        assert offsets is not None
-        at = self._pool.slot_address(slot) + (offsets.head_rows if head else offsets.embed_rows)
-        count = len(self._ids[slot][head])
+        addresses = self._pool.overlay_addresses(slot)
+        assert addresses is not None
+        at, count = addresses[3 if head else 1], len(self._ids[slot][head])
         return self._space.view(at, (count, self._pool.layout.dims.hidden), self._dtype)
 
     def embeddings(

@@ -111,6 +111,7 @@ class TorchRunner:
                         options.max_loras,
                         max_rows=1,
                         stream=self._stream,
+                        arena_option=options.adapter_arena_bytes,
                     )
                 if config.recurrent:
                     self._states = StateArena(
@@ -172,7 +173,7 @@ class TorchRunner:
             num_blocks=num_blocks,
             model_bytes=weights.nbytes,
             kv_bytes=self._kv.nbytes,
-            pool_bytes=self._adapters.pool.nbytes if self._adapters else 0,
+            pool=self._adapters.pool if self._adapters else None,
             states=self._states,
             attention=chosen.name,
             attention_passed=chosen.passed_over,
@@ -280,10 +281,10 @@ class TorchRunner:
 
     # Slots
 
-    def commit(self, slot: int, image: SlotImage) -> None:
+    def commit(self, slot: int, image: SlotImage, extent: int | None = None) -> None:
         """See `Runner.commit`."""
         steps, adapters = self._alive(), self._slots()
-        adapters.commit(slot, image)
+        adapters.commit(slot, image, extent)
         steps.committed(slot, image)
 
     def land(self, image: SlotImage) -> bool:
@@ -295,7 +296,7 @@ class TorchRunner:
         """See `Runner.retire`."""
         self._slots().retire(slot)
 
-    def relayout(self, max_loras: int, max_rank: int) -> None:
+    def relayout(self, max_loras: int, max_rank: int) -> int:
         """See `Runner.relayout`; the graphs of the old pool are destroyed."""
         steps, old, old_groups = self._alive(), self._slots(), self._groups
         assert old_groups is not None
@@ -308,11 +309,10 @@ class TorchRunner:
                 steps.relayout(new)
                 undo.pop_all()
         self._adapters, self._groups, self.layout = new, groups, new.pool.layout
-        self.info = replace(
-            self.info, pool_bytes=new.pool.nbytes, max_loras=max_loras, max_lora_rank=max_rank
-        )
+        self.info = self.info.with_pool(new.pool, max_rank)
         self._leftovers.give_up(old)
         self._leftovers.give_up(old_groups)
+        return new.pool.arena_bytes
 
     def _slots(self) -> Adapters:
         self._alive()

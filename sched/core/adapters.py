@@ -93,7 +93,8 @@ def _start(state: State, entry: Name, job: Job) -> None:
     reuse = job.kind not in (JobKind.REPLACE, JobKind.SWAP, JobKind.LOAD)
     if reuse and current is not None and state.names.knows_image(current.image):
         state.names.image_staged(current.image, 0)
-        job.image, job.digest, job.rank = current.image, current.digest, current.rank
+        job.image, job.digest = current.image, current.digest
+        job.rank, job.annex = current.rank, current.annex
         _place_or_finish(state, entry, job)
         return
     job.stage = state.new_id()
@@ -120,7 +121,8 @@ def start_waiting(state: State) -> bool:
 def stage_done(state: State, event: StageDone) -> None:
     job = state.stages.pop(event.stage)
     state.names.image_staged(event.image, event.nbytes, reusable=event.reusable)
-    job.image, job.digest, job.rank = event.image, event.digest, event.rank
+    job.image, job.digest = event.image, event.digest
+    job.rank, job.annex = event.rank, event.annex
     state.trim_images()
     if job.abandoned:
         _drop(state, job, JobEvent.FAIL)
@@ -143,7 +145,7 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
     if job.kind is JobKind.PREFETCH:
         if current is None or current.digest != job.digest:
             version = entry.version(entry.reserve(), job.digest, job.source, job.image)
-            version.rank = job.rank
+            version.rank, version.annex = job.rank, job.annex
             _adopt(state, entry, job, version)
         else:
             relink(state, current, job.image)
@@ -189,7 +191,7 @@ def commit_done(state: State, event: CommitDone) -> None:
     entry = state.names.names[job.name]
     if job.fresh:
         version = entry.version(job.generation, job.digest, job.source, job.image)
-        version.rank = job.rank
+        version.rank, version.annex = job.rank, job.annex
         _adopt(state, entry, job, version)
     else:
         assert entry.current is not None
@@ -246,7 +248,7 @@ def fail(state: State, job: Job, failure: Failure) -> None:
     """The job's commands, and the sequences that wait for a name nothing else will bring, hear
     why; the name's earlier version, if any, stays as it is."""
     entry = state.names.names[job.name]
-    _undrain(state, job)
+    undrain(state, job)
     move(state, job, JobEvent.FAIL)
     state.reply(job.commands, Reply(-1, "failed", name=job.name, failure=failure))
     _release(state, job)
@@ -276,7 +278,7 @@ def _give_up(state: State, entry: Name, job: Job, failure: Failure) -> None:
 
 
 def finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -> None:
-    _undrain(state, job)
+    undrain(state, job)
     move(state, job, event)
     version = entry.current
     assert version is not None
@@ -305,8 +307,8 @@ def finish(state: State, entry: Name, job: Job, event: JobEvent, outcome: str) -
         _start(state, entry, entry.jobs[0])
 
 
-def _undrain(state: State, job: Job) -> None:
-    """A slot drained for this job is needed no more: let it serve again."""
+def undrain(state: State, job: Job) -> None:
+    """What was drained for this job is needed no more: let it serve again."""
     for slot in state.slots.slots:
         if slot.drained_for == job.id and slot.state is SlotState.DRAINING:
             version = slot.version
@@ -319,8 +321,9 @@ def _undrain(state: State, job: Job) -> None:
 
 
 def _release(state: State, job: Job) -> None:
-    """Everything a job holds, once: its image, its source."""
+    """Everything a job holds, once: its image, its source, its claim."""
     state.jobs.pop(job.id)
+    state.slots.unclaim(job.id)
     for waiting in (state.placing, state.backlog, state.misses):
         waiting.pop(job.id, None)
     if job.image >= 0:
@@ -331,7 +334,7 @@ def _release(state: State, job: Job) -> None:
 
 def _drop(state: State, job: Job, event: JobEvent) -> None:
     """End of a job whose name is gone."""
-    _undrain(state, job)
+    undrain(state, job)
     move(state, job, event)
     _release(state, job)
 

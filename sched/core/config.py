@@ -36,6 +36,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     ``watermark_blocks``: KV blocks admission leaves free for running sequences to grow into.
     ``spare_jobs``: adapters staged at once beyond two per slot (each holds a slot image).
     ``max_rank``: the highest rank a slot holds. A resize changes it and ``max_loras``.
+    ``arena_bytes``: what all annexes of resident adapters may take together. A resize changes it.
     ``step_depth``: steps in flight at once, 1 or 2; see ``ahead``."""
 
     max_loras: int
@@ -65,6 +66,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     max_remembered_generations: int = 65_536
     spare_jobs: int = 8
     max_rank: int = 64
+    arena_bytes: int = 0
     step_depth: int = 1
 
     @property

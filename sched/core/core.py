@@ -59,7 +59,7 @@ class Core:
         self._state = State(
             config=config,
             log=log,
-            slots=SlotTable(config.max_loras, log),
+            slots=SlotTable(config.max_loras, log, config.arena_bytes),
             names=Registry(config.image_cache_bytes, config.max_remembered_generations),
             memory=KvMemory(config, log),
         )

@@ -111,11 +111,15 @@ class CancelStage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write an image into its slot, and its annex to ``extent``, an offset in the arena (``None``:
+    it has no annex)."""
+
     commit: int
     slot: int
     image: int
     name: str
     adapter_id: int
+    extent: int | None = None
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -193,7 +193,9 @@ class Resize(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RelayoutDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The new pool stands, its slots empty."""
+    """The new pool stands, its slots and its arena of ``arena_bytes`` empty."""
+
+    arena_bytes: int = 0
 
 
 class RelayoutFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -214,7 +216,7 @@ class StageDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     ``reusable``: a later stage can find this image by what its source looks like, without reading
     it; one that no version uses is then still worth its place in the cache. ``rank``: the highest
-    of its pairs."""
+    of its pairs. ``annex``: bytes it needs in the arena, beside its slot."""
 
     stage: int
     image: int
@@ -222,6 +224,7 @@ class StageDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
     nbytes: int
     reusable: bool = False
     rank: int = 0
+    annex: int = 0
 
 
 class StageFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

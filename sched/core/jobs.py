@@ -22,7 +22,7 @@ class JobKind(enum.Enum):
 class JobState(enum.Enum):
     QUEUED = "QUEUED"  #: behind another job of the same name, or behind all that are in hand
     STAGING = "STAGING"  #: a worker makes the image
-    PLACING = "PLACING"  #: image ready, waits for a slot
+    PLACING = "PLACING"  #: image ready, waits for a slot and its part of the arena
     COMMITTING = "COMMITTING"  #: the device writes the slot
     DONE = "DONE"
     FAILED = "FAILED"
@@ -68,6 +68,7 @@ class Job:
     image: int = -1
     digest: str = ""
     rank: int = 0
+    annex: int = 0  #: bytes its image needs in the arena
     slot: int = -1
     commit: int = -1
     queued: float | None = None  #: when it began to wait behind the jobs in hand, if it did

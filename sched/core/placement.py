@@ -1,11 +1,13 @@
-"""Placing: which slot a staged adapter gets, when a busy one is drained for it, and the commit.
+"""Placing: which slot and which part of the arena a staged adapter gets, when a busy slot is drained
+for it, and the commit.
 
 Slots go to jobs in the order they began to wait. A victim is reserved when it is chosen.
 """
 
 from __future__ import annotations
 
-from . import adapters, retry
+from . import adapters, annex, retry
+from .arena import Extent
 from .effects import Commit
 from .events import Failure
 from .identity import adapter_id
@@ -45,11 +47,16 @@ def place_all(state: State) -> None:
         if job.target < 0 and not (ever or slots.can_ever_place(_own(entry, job))):
             adapters.fail(state, job, _pool_full(state))
             continue
-        if job.target < 0 and not idle and (job.id in drained or not _due(state, job)):
+        never = annex.refusal(state, job, _own(entry, job)) if job.annex else None
+        if never is not None:
+            adapters.fail(state, job, never)
             continue
-        slot = _slot_for(state, entry, job, drained)
+        waits = job.annex == 0 and job.id in drained
+        if job.target < 0 and not idle and (waits or not _due(state, job)):
+            continue
+        slot, extent = _slot_for(state, entry, job, drained)
         if slot is not None:
-            _commit(state, entry, job, slot)
+            _commit(state, entry, job, slot, extent)
         if slots.changed:
             idle, ever, drained = slots.any_idle(), slots.can_ever_place(), slots.drained_for()
     state.place_at = _next_drain(state)
@@ -59,29 +66,46 @@ def _due(state: State, job: Job) -> bool:
     return state.now >= job.since + state.config.drain_after_s
 
 
-def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Slot | None:
+Place = tuple[Slot | None, Extent | None]
+_NOWHERE: Place = (None, None)
+
+
+def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Place:
+    """A slot that may be overwritten for ``job``, and where its annex goes, if it has one; no slot
+    while the job must wait."""
     slots = state.slots
     current = entry.current
     if current is not None and current.slot >= 0 and not adapters.is_fresh(entry, job):
         # The version still drains from another slot; two slots never hold one version.
-        return None
+        return _NOWHERE
     if job.target >= 0:
         slot = slots[job.target]
-        if slot.state in (SlotState.EMPTY, SlotState.READY):
-            return slot
         if slot.state is SlotState.IN_USE:
             _drain(state, slot, job)
-        return None
+        if slot.state not in (SlotState.EMPTY, SlotState.READY):
+            return _NOWHERE
     own = _own(entry, job)
+    extent = None
+    if job.annex:
+        due = _due(state, job)
+        extent = annex.extent_for(state, job, own, lambda slot: _kept(state, job, slot), due)
+        if extent is None:
+            return _NOWHERE
+    if job.target >= 0:
+        return slots[job.target], extent
     reserved = {j.target for j in state.placing.values() if j.target >= 0}
-    idle = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
-    if idle is not None:
-        return idle
-    if job.id not in drained and _due(state, job):
-        busy = slots.drain_victim(own, reserved)
+    if extent is not None and (own := _own(entry, job)) < 0:
+        # Who is in the way of the annex goes in any case; so take such a one's slot.
+        idle = [slots[i] for i in slots.arena.inside(extent) if i not in reserved]
+        own = min(idle, key=lambda slot: slot.last_used).index if idle else -1
+    victim = slots.victim(own, reserved, lambda slot: _kept(state, job, slot))
+    if victim is not None:
+        return victim, extent
+    if job.id not in slots.drained_for() and _due(state, job):
+        busy = slots.drain_victim(_own(entry, job), reserved)
         if busy is not None:
             _drain(state, busy, job)
-    return None
+    return _NOWHERE
 
 
 def _kept(state: State, job: Job, slot: Slot) -> bool:
@@ -99,17 +123,20 @@ def _drain(state: State, slot: Slot, job: Job) -> None:
     state.slots.drain(slot, job.id)
 
 
-def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
+def _commit(state: State, entry: Name, job: Job, slot: Slot, extent: Extent | None) -> None:
     job.fresh = adapters.is_fresh(entry, job)
     current = entry.current
     if current is not None and current.slot >= 0:
         job.pin = job.pin or state.slots[current.slot].pinned
-    evicted = state.slots.choose(slot)
+    for index in () if extent is None else state.slots.arena.inside(extent):
+        if index != slot.index:
+            annex.evict(state, state.slots[index], job)
+    evicted = state.slots.choose(slot, extent)
     if evicted is not None:
         state.counters.evicted += 1
         state.counters.overwritten += evicted.name == job.name
         state.counters.swapped += evicted.name != job.name and job.kind is JobKind.SWAP
-        job.evicted = evicted.name if evicted.name != job.name else None
+        job.evicted = evicted.name if evicted.name != job.name else job.evicted
     # Reserved now: if the name goes away meanwhile, its next version must not share an identity
     # with what is being written.
     job.generation = entry.reserve() if job.fresh or current is None else current.generation
@@ -121,22 +148,24 @@ def _commit(state: State, entry: Name, job: Job, slot: Slot) -> None:
     state.counters.commits += 1
     state.counters.slot_wait_s += state.now - job.since
     ident = adapter_id(job.name, job.generation)
-    state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident))
+    at = None if extent is None else extent.offset
+    state.out.append(Commit(job.commit, slot.index, job.image, job.name, ident, at))
+    state.slots.unclaim(job.id)
     _hand_on_drain(state, job)
 
 
 def _hand_on_drain(state: State, job: Job) -> None:
-    """``job`` took another slot than the one drained for it: the drain goes to the next job that
-    has waited long enough and has none, so that a slot taken from it costs it no second wait."""
-    drained = {s.drained_for: s for s in state.slots.slots if s.state is SlotState.DRAINING}
-    slot = drained.get(job.id)
-    if slot is None:
-        return
-    for other in state.placing.values():
+    """``job`` took other slots than some drained for it: these drains go to the next jobs that have
+    waited long enough and have none, so that a slot taken from one costs it no second wait."""
+    draining = [s for s in state.slots.slots if s.state is SlotState.DRAINING]
+    drained = {s.drained_for for s in draining}
+    left = [s for s in draining if s.drained_for == job.id]
+    for other in state.placing.values() if left else ():
         due = other.since + state.config.drain_after_s <= state.now
         if other.target < 0 and due and other.id not in drained:
-            slot.drained_for = other.id
-            return
+            left.pop(0).drained_for = other.id
+            if not left:
+                return
 
 
 def _own(entry: Name, job: Job) -> int:

@@ -13,7 +13,8 @@ from .jobs import Job
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One content of one name. ``slot`` -1 = not resident; ``image`` -1 = not in the host cache."""
+    """One content of one name. ``slot`` -1 = not resident; ``image`` -1 = not in the host cache.
+    ``annex``: bytes it needs in the arena."""
 
     name: str
     generation: int
@@ -23,6 +24,7 @@ class Version:
     image: int
     slot: int = -1
     rank: int = 0
+    annex: int = 0
 
 
 @dataclass(slots=True, eq=False)

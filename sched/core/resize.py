@@ -192,9 +192,12 @@ def built(state: State, event: RelayoutDone) -> None:
             slot.version.slot = -1
     new_layout = resizing.max_rank != state.config.max_rank
     state.config = msgspec.structs.replace(
-        state.config, max_loras=resizing.max_loras, max_rank=resizing.max_rank
+        state.config,
+        max_loras=resizing.max_loras,
+        max_rank=resizing.max_rank,
+        arena_bytes=event.arena_bytes,
     )
-    state.slots = SlotTable(resizing.max_loras, state.log)
+    state.slots = SlotTable(resizing.max_loras, state.log, event.arena_bytes)
     state.unsettled = True
     if new_layout:
         _forget_images(state)

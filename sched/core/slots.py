@@ -1,10 +1,13 @@
-"""Slots and leases. Owns every slot's state; leases are sets of sequence ids, never counters."""
+"""Slots and leases. Owns every slot's state and the extents of the annex arena: what a slot's
+adapter has there is taken when the slot is chosen and given back when the slot loses it. Leases are
+sets of sequence ids, never counters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
+from .arena import Arena, Extent
 from .registry import Version
 from .story import Log
 from .tables import SLOT_TABLE, SlotEvent, SlotState
@@ -24,13 +27,16 @@ class Slot:
     offered: bool = False
     #: Job this slot is being drained for, or -1 (superseded and unloaded slots drain for nobody).
     drained_for: int = -1
+    #: Bytes that its adapter, or the one being written, has in the arena.
+    annex: int = 0
 
 
 class SlotTable:
     """All slots, and the only code that changes one."""
 
-    def __init__(self, count: int, log: Log) -> None:
+    def __init__(self, count: int, log: Log, arena_bytes: int = 0) -> None:
         self.slots = [Slot(i) for i in range(count)]
+        self.arena = Arena(arena_bytes, log)
         self._log = log
         self._tick = 0
         #: Something a waiting job could care about changed; cleared by who gives slots out.
@@ -57,13 +63,29 @@ class SlotTable:
         self._tick += 1
         slot.last_used = self._tick
 
-    def choose(self, slot: Slot) -> Version | None:
-        """Reserve an EMPTY or READY slot for a commit; returns the version it loses."""
+    def choose(self, slot: Slot, extent: Extent | None = None) -> Version | None:
+        """Reserve an EMPTY or READY slot, and ``extent`` of the arena, for a commit; returns the
+        version it loses."""
         self._move(slot, SlotEvent.CHOOSE)
         evicted, slot.version, slot.pinned = slot.version, None, False
         if evicted is not None:
             evicted.slot = -1
+        self._give_back(slot)
+        if extent is not None:
+            self.arena.take(slot.index, extent)
+            slot.annex = extent.nbytes
         return evicted
+
+    def _give_back(self, slot: Slot) -> None:
+        # What is written there next comes behind every step that could read it, on the device.
+        slot.annex = 0
+        if self.arena.give_back(slot.index):
+            self.changed = True
+
+    def unclaim(self, job: int) -> None:
+        """``job`` needs what it has claimed of the arena no more."""
+        if self.arena.unclaim(job):
+            self.changed = True
 
     def committed(self, slot: Slot, version: Version, pin: bool) -> None:
         self._move(slot, SlotEvent.COMMITTED)
@@ -75,6 +97,7 @@ class SlotTable:
 
     def commit_failed(self, slot: Slot) -> None:
         self._move(slot, SlotEvent.COMMIT_FAILED)
+        self._give_back(slot)
 
     def lease(self, slot: Slot, seq: int) -> None:
         if seq in slot.leases:
@@ -111,6 +134,7 @@ class SlotTable:
         if slot.version is not None:
             slot.version.slot = -1
         slot.version, slot.pinned, slot.drained_for = None, False, -1
+        self._give_back(slot)
 
     def pin(self, slot: Slot, pinned: bool) -> None:
         slot.pinned = pinned
@@ -182,3 +206,6 @@ class SlotTable:
                 raise self._log.broken(f"slot {slot.index}", "state and version disagree")
             if slot.version is not None and slot.version.slot != slot.index:
                 raise self._log.broken(f"slot {slot.index}", "version does not point back")
+            if slot.annex and slot.state is SlotState.EMPTY:
+                raise self._log.broken(f"slot {slot.index}", "EMPTY, but has an annex")
+        self.arena.check({s.index: s.annex for s in self.slots if s.annex})

@@ -12,7 +12,7 @@ from .tables import SeqState
 
 class SlotStats(msgspec.Struct, frozen=True):
     """``name`` and ``generation`` of the version the slot holds (``None``, 0 when it has none).
-    ``coming``: the name it is being written or drained for."""
+    ``coming``: the name it is being written or drained for. ``annex``: bytes it has in the arena."""
 
     index: int
     state: str
@@ -22,6 +22,21 @@ class SlotStats(msgspec.Struct, frozen=True):
     leases: int
     pinned: bool
     coming: str | None = None
+    annex: int = 0
+
+
+class ArenaStats(msgspec.Struct, frozen=True):
+    """Bytes of the annex arena. ``largest_hole``: what one adapter could have without an eviction.
+    """
+
+    total: int = 0
+    used: int = 0
+    largest_hole: int = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes nobody has, side by side or not."""
+        return self.total - self.used
 
 
 class PrefixStats(msgspec.Struct, frozen=True):
@@ -53,8 +68,8 @@ class Stats(msgspec.Struct, frozen=True):
     preempted sequences, in host memory, recurrent states counted as blocks. ``snapshots_kept``, of
     ``snapshots_total``: states that a request may begin with behind a cached prefix.
     ``spilled``: those of ``preempted`` that were copied there.
-    ``evicted``: versions that were overwritten in their idle slot; of these ``overwritten`` by
-    their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
+    ``evicted``: versions that were overwritten in their idle slot, or had to leave the arena; of
+    these ``overwritten`` by their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
     emptied for a waiting adapter. ``slot_wait_s``: what commits have waited for their slots, added
     up. ``steps_ahead``: those of ``steps`` that were planned while another was in flight.
     ``wasted_rows``: rows whose sequence had ended before their step was over.
@@ -96,6 +111,7 @@ class Stats(msgspec.Struct, frozen=True):
     snapshots_total: int = 0
     steps_ahead: int = 0
     wasted_rows: int = 0
+    arena: ArenaStats = ArenaStats()
     times: Times = Times()
     dead: Failure | None = None
 
@@ -116,6 +132,7 @@ def snapshot(state: State) -> Stats:
             len(s.leases),
             s.pinned,
             coming.get(s.index),
+            s.annex,
         )
         for s in state.slots.slots
     )
@@ -140,6 +157,7 @@ def snapshot(state: State) -> Stats:
             )
         )
     states = [s.state for s in state.running.values()]
+    arena = state.slots.arena
     c = state.counters
     return Stats(
         slots=slots,
@@ -177,5 +195,6 @@ def snapshot(state: State) -> Stats:
         snapshots_total=state.memory.snapshots.total,
         steps_ahead=c.ahead,
         wasted_rows=c.wasted_rows,
+        arena=ArenaStats(arena.total, arena.used, arena.largest_hole),
         dead=state.dead,
     )

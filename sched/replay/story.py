@@ -12,7 +12,7 @@ def _fields(value: Any) -> str:
     words = []
     for name in value.__struct_fields__:
         item = getattr(value, name)
-        if item is None or item == () or item == "":
+        if item is None or item == () or item == "" or (name == "annex" and not item):
             continue
         if isinstance(item, ev.Failure):
             words.append(f"{item.kind}:{item.code}")

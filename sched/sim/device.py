@@ -38,12 +38,14 @@ def token_of(content: str, position: int) -> int:
 
 
 class SimImage(msgspec.Struct, frozen=True):
-    """A slot image is its content's name. ``layout``: highest rank of the pool it was made for."""
+    """A slot image is its content's name. ``layout``: highest rank of the pool it was made for;
+    ``annex_bytes``: what it needs in the arena."""
 
     content: str
     nbytes: int
     ranks: tuple[int, ...] = (8,)
     layout: int = RANK
+    annex_bytes: int = 0
 
 
 class SimStaged(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class SimSource(msgspec.Struct, frozen=True):
     path: str | None = None
     deaf: bool = False
     rank: int = 8
+    annex: int = 0
 
 
 class SimFaults(msgspec.Struct):
@@ -87,7 +90,7 @@ class SimOutput(msgspec.Struct, frozen=True):
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
     slot, a sequence that was never opened, a block written by one row that another has in its
-    table; with ``kv``, also a block that does not hold what is read from it; with ``states`` too, a
+    table, an annex written over a resident one or past the arena's end; with ``kv``, also a block that does not hold what is read from it; with ``states`` too, a
     row that does not begin with exactly the state of the tokens before it."""
 
     def __init__(
@@ -98,8 +101,12 @@ class SimExecutor:
         block_size: int = 16,
         states: SimStates | None = None,
         max_rank: int = RANK,
+        arena_bytes: int = 0,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
+        self.arena_bytes = arena_bytes
+        #: First byte and end of each slot's annex.
+        self.annexes: dict[int, tuple[int, int]] = {}
         self.max_rank = max_rank
         self.open: set[int] = set()
         #: Per sequence, what each of its blocks in host memory holds.
@@ -220,19 +227,31 @@ class SimExecutor:
         if self.kv is not None:
             self.kv.put({block: held[index] for index, block in places})
 
-    def commit(self, slot: int, image: SimImage) -> None:
+    def commit(self, slot: int, image: SimImage, extent: int | None = None) -> None:
         if image.layout != self.max_rank:
             raise DeviceError("packed for another layout", code="sim-layout", subject=f"{slot}")
         self.contents[slot] = None
+        self.annexes.pop(slot, None)
+        if (extent is None) != (image.annex_bytes == 0):
+            raise DeviceError("an annex and no place", code="sim-arena", subject=f"{slot}")
+        if extent is not None:
+            end = extent + image.annex_bytes
+            over = [s for s, (a, b) in self.annexes.items() if a < end and extent < b]
+            if over or not 0 <= extent < end <= self.arena_bytes:
+                raise DeviceError("writes over others", code="sim-arena", subject=f"{slot}: {over}")
+            self.annexes[slot] = extent, end
         self._maybe_fail("commit")
         self.contents[slot] = image.content
 
-    def relayout(self, max_loras: int, max_rank: int) -> None:
+    def relayout(self, max_loras: int, max_rank: int) -> int:
         self._maybe_fail("relayout")
         self.contents = [None for _ in range(max_loras)]
+        self.annexes.clear()
         self.max_rank = max_rank
+        return self.arena_bytes
 
     def retire(self, slot: int) -> None:
+        self.annexes.pop(slot, None)
         self._maybe_fail("retire")
         self.contents[slot] = None
 
@@ -332,7 +351,8 @@ class SimStager:
         layout = self._layout()
         if source.rank > layout:
             raise RejectError("rank", code="rank-exceeds-pool", expected=layout, found=source.rank)
-        image = SimImage(source.content, source.nbytes, (source.rank,), layout)
+        ranks = (source.rank,)
+        image = SimImage(source.content, source.nbytes, ranks, layout, source.annex)
         return StageOutcome(SimStaged(image, None, source.content), -1, signature, source)
 
     def cancel(self, stage: int) -> None:

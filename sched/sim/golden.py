@@ -17,13 +17,16 @@ from .scenario import Action, Ask, Do, Fault, Scenario, Shut, SourceSpec
 from .world import run_scenario
 
 
-def _source(content: str, seconds: float = 0.05, error: str = "") -> SourceSpec:
-    return SourceSpec(content, seconds, error)
+def _source(
+    content: str, seconds: float = 0.05, error: str = "", annex: int = 0
+) -> SourceSpec:
+    return SourceSpec(content, seconds, error, annex=annex)
 
 
 def _do(at: float, verb: str, name: str | None, content: str | None = None, **more: Any) -> Do:
     seconds, error = more.pop("seconds", 0.05), more.pop("error", "")
-    source = None if content is None else _source(content, seconds, error)
+    annex = more.pop("annex", 0)
+    source = None if content is None else _source(content, seconds, error, annex)
     return Do(at, verb, name, source, **more)
 
 
@@ -170,6 +173,19 @@ SCENARIOS: dict[str, Scenario] = {
         Ask(0.3, None, tokens=2),
         faults=(Fault("step", 2),),
         step_depth=2,
+    ),
+    "annexes_make_room_for_each_other": _scenario(
+        _do(0.0, "load", "a", "A", annex=40),
+        _do(0.0, "load", "b", "B", annex=40),
+        _do(0.1, "load", "huge", "H", annex=101),
+        _do(0.2, "load", "c", "C", annex=60),
+        Ask(0.3, "c", tokens=12),
+        _do(0.32, "replace", "c", "C2", annex=70),
+        _do(0.35, "load", "plain", "P"),
+        Ask(0.6, "c", tokens=2),
+        slots=4,
+        arena_bytes=100,
+        drain_after_s=0.1,
     ),
     "a_dead_device_ends_everything_by_name": _scenario(
         _do(0.0, "load", "a", "A"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..core import CoreConfig
 from ..core import effects as fx
 from ..core import events as ev
+from .annexes import Annexes
 from .copies import Copies
 from .flights import Flights
 from .keeping import Keeping
@@ -53,6 +54,7 @@ class Ledger:
         self.copies = Copies(self.config, self.need)
         self.keeping = Keeping(self.config, self.need)
         self.flights = Flights(self.config, self.need)
+        self.annexes = Annexes(self.config.arena_bytes, self.need)
         self.families: dict[int, int] = {}
         self.base_passed: dict[int, dict[str, int]] = {}
         self.waiting: dict[tuple[int, str | None], set[int]] = {}
@@ -85,6 +87,7 @@ class Ledger:
     def _event(self, event: ev.Event) -> None:
         self.copies.event(event)
         self.keeping.event(event)
+        self.annexes.event(event)
         match event:
             case ev.Submit():
                 adapter = self.default if event.use_default else event.adapter
@@ -158,6 +161,7 @@ class Ledger:
         if failure is not None and failure.code in ("QUEUE_FULL", "POOL_FULL"):
             hint = failure.retry_after_s
             self.need(hint is not None and 0 < hint <= 60, "retry hint", f"{failure.code}: {hint}")
+        self.annexes.effect(effect, self.now)
         match effect:
             case fx.RunStep():
                 self._run_step(effect)

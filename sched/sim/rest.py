@@ -24,6 +24,7 @@ def at_rest(ledger: Ledger, stats: Stats, held_images: set[int], held_sources: s
     ledger.need(not any(ledger.users.values()), "leak", "slots with users")
     ledger.need(held_images == ledger.images, "leak", f"images {held_images} != {ledger.images}")
     ledger.need(held_sources == ledger.sources, "leak", f"sources {held_sources}")
+    ledger.annexes.at_rest(stats)
     names = {a.name for a in stats.adapters}
     ledger.need(len(ledger.sources) <= len(names), "leak", "sources without a name")
     over = stats.image_bytes > ledger.config.image_cache_bytes

@@ -27,6 +27,7 @@ class SourceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     path: str | None = None
     nbytes: int = 1000
     rank: int = 8
+    annex: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
@@ -118,6 +119,8 @@ PROFILES = (
     "rotate",
 )
 _NEVER = 1e9
+#: Annexes as shares of the arena, by a draw below: most have one, few have one that never fits.
+_ANNEXES = ((0.2, 0.0), (0.4, 0.1), (0.6, 0.3), (0.75, 0.4), (0.9, 0.6), (0.97, 1.0), (1.0, 1.1))
 _FAULT_KINDS: tuple[FaultKind, ...] = ("step", "row", "commit", "retire", "commit")
 
 
@@ -313,6 +316,7 @@ class _Maker:
         if profile == "close":
             self.actions.append(Shut(self.time()))
         self._resizes(seed)
+        self._annexes(seed)
         if self.profile == "pressure":  # where copies happen, an early one fails now and then
             copies: tuple[FaultKind, ...] = ("spill", "restore")
             self.faults += [Fault(k, seed // 10 % 3) for k in copies if seed % 20 == 3]
@@ -344,6 +348,21 @@ class _Maker:
         if rng.random() < 0.3:
             code = "device-dead" if self.profile == "fatal" else "injected"
             self.faults.append(Fault("relayout", rng.randrange(2), code))
+
+    def _annexes(self, seed: int) -> None:
+        """Every second block of profiles has an arena that does not hold all annexes at once (with
+        draws of its own, like the resizes)."""
+        if seed // len(PROFILES) % 2:
+            return
+        total = random.Random(seed ^ 0xA22E4A).choice([40, 100, 100, 300])
+        self.config = msgspec.structs.replace(self.config, arena_bytes=total)
+        for index, action in enumerate(self.actions):
+            if not isinstance(action, Do) or action.source is None:
+                continue
+            draw = random.Random(f"{seed} {action.source.content}").random()
+            part = next(share for below, share in _ANNEXES if draw < below)
+            source = msgspec.structs.replace(action.source, annex=int(total * part))
+            self.actions[index] = msgspec.structs.replace(action, source=source)
 
     def _hot(self) -> None:
         """A steady stream for the busy adapters, so that a cold one must drain one."""

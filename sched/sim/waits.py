@@ -2,7 +2,8 @@
 
 Judged at the end of a run from the ledger's own times and the stories of adapters and slots. With
 nobody else given a slot meanwhile, ``drain_after_s`` + the longest remaining lease of the chosen
-victim; else the longest lease of any sequence, once for each who was.
+victim; else the longest lease of any sequence, once for each who was. One with an annex may need
+several victims gone, and count as well who gave up waiting meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from .laws import Ledger
 
 _PLACING = re.compile(r"(\S+) job (\d+) (\w+): staged -> PLACING")
-_CHOSEN = re.compile(r"(\S+) job (\d+) \w+: chosen -> COMMITTING")
+_PLACED = re.compile(r"(\S+) job (\d+) \w+: (\w+) -> (\w+)")
 _MOVED = re.compile(r"(\S+) \w+ -(\w+)-> (\w+)")
 
 
@@ -32,6 +33,7 @@ class _Wait:
     kind: str
     begin: float
     end: float
+    chosen: bool
 
 
 def check(
@@ -46,15 +48,21 @@ def check(
     each = ledger.config.drain_after_s + max(leases, default=0.0) + slack
     given = {(at, name): slot for at, slot, name in ledger.slots_given}
     drains = [_drains(ledger, index, story) for index, story in enumerate(slots)]
+    given_up = [w.end for story in adapters.values() for w in _waits(story) if not w.chosen]
     for name, story in adapters.items():
         for wait in _waits(story):
+            if not wait.chosen:
+                continue
             if any(b <= wait.end and wait.begin <= e for b, e in ledger.resizes.values()):
                 continue  # the barrier has a deadline of its own
             length = wait.end - wait.begin
             others = sum(wait.begin <= at < wait.end for at, _, _ in ledger.slots_given)
             others += sum(wait.begin <= at <= wait.end for at in ledger.pin_times)
+            annex = (wait.end, name) in ledger.annexes.given
+            if annex:
+                others += sum(wait.begin <= at <= wait.end for at in given_up)
             bound = each * (1 + others)
-            slot = given.get((wait.end, name))
+            slot = None if annex else given.get((wait.end, name))
             drain = None if slot is None else _of_wait(ledger, wait, slot, drains[slot])
             if slot is not None and drain is not None:
                 left = _last_leave(ledger, slot, drain.begin) - drain.begin
@@ -74,9 +82,9 @@ def _waits(story: Iterable[str]) -> Iterable[_Wait]:
     for line in story:
         if (found := _PLACING.match(line)) is not None:
             since[found[2]] = found[3], float(found[1])
-        elif (found := _CHOSEN.match(line)) is not None:
+        elif (found := _PLACED.match(line)) is not None and found[2] in since:
             kind, begin = since.pop(found[2])
-            yield _Wait(found[2], kind, begin, float(found[1]))
+            yield _Wait(found[2], kind, begin, float(found[1]), found[3] == "chosen")
 
 
 def _drains(ledger: Ledger, index: int, story: Iterable[str]) -> list[_Drain]:

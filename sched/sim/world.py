@@ -58,7 +58,15 @@ def _error_of(code: str) -> RotaError | None:
 
 def source_of(spec: SourceSpec) -> SimSource:
     error = _error_of(spec.error)
-    return SimSource(spec.content, spec.seconds, error, spec.nbytes, spec.path, rank=spec.rank)
+    return SimSource(
+        spec.content,
+        spec.seconds,
+        error,
+        spec.nbytes,
+        spec.path,
+        rank=spec.rank,
+        annex=spec.annex,
+    )
 
 
 class _Faults:
@@ -118,7 +126,14 @@ class SimWorld:
         faults = SimFaults(_Faults(scenario.faults).before)
         kv = SimKV(config.block_size)
         states = SimStates(config.max_running, config.snapshots) if config.recurrent else None
-        self.executor = SimExecutor(config.max_loras, faults, kv, config.block_size, states)
+        self.executor = SimExecutor(
+            config.max_loras,
+            faults,
+            kv,
+            config.block_size,
+            states,
+            arena_bytes=config.arena_bytes,
+        )
         self.thread = SimThread(self._cost)
         self.stager = SimStager(lambda: self.executor.max_rank)
         self.ledger = Ledger(

@@ -187,6 +187,10 @@ class _Snapshot:
         yield generation
         yield _gauge("rota_adapter_jobs", "Adapter commands and misses under way.", s.jobs)
         yield _gauge("rota_image_cache_bytes", "Host memory of staged images.", s.image_bytes)
+        hole = "Bytes of the arena that one adapter could have without an eviction."
+        yield _gauge("rota_arena_bytes", "Memory of annexes.", s.arena.total)
+        yield _gauge("rota_arena_used_bytes", "Memory that annexes have.", s.arena.used)
+        yield _gauge("rota_arena_largest_hole_bytes", hole, s.arena.largest_hole)
 
     def _prefix(self) -> Iterator[Metric]:
         s = self._stats

@@ -134,6 +134,8 @@ class Page:
             "kv_cached": stats.blocks_cached,
             "kv_total": stats.blocks_total,
             "image_bytes": stats.image_bytes,
+            "arena_used": stats.arena.used,
+            "arena_total": stats.arena.total,
             "tokens": stats.tokens,
             "steps": stats.steps,
             "commits": stats.commits,

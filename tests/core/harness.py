@@ -36,6 +36,9 @@ class World:
         self.staging: dict[int, fx.StartStage] = {}
         self.content: dict[int, str] = {}
         self.slot_id = [0] * self.config.max_loras
+        #: Bytes of the annex of each content, and where each slot's annex lies.
+        self.annex: dict[str, int] = {}
+        self.annexes: dict[int, range] = {}
         self.tokens: dict[int, list[tuple[int, int]]] = {}
         self.ended: dict[int, fx.Ended] = {}
         self.replies: dict[int, fx.Reply] = {}
@@ -165,8 +168,17 @@ class World:
                         self.snapshots[r.save] = self.states[r.seq]
                 self.sampled = [(one.seq, one.token) for one in done]
                 self.send(ev.StepDone(step, tuple(done)))
-            case fx.Commit(commit, slot, image, _, ident):
+            case fx.Commit(commit, slot, image, _, ident, extent):
                 assert image in self.images
+                size = self.annex.get(self.images[image], 0)
+                self.annexes.pop(slot, None)
+                assert (extent is None) == (size == 0)
+                if extent is not None:
+                    place = range(extent, extent + size)
+                    assert 0 <= place.start < place.stop <= self.config.arena_bytes
+                    for other in self.annexes.values():
+                        assert place.stop <= other.start or other.stop <= place.start
+                    self.annexes[slot] = place
                 if fail:
                     self.slot_id[slot] = -1
                     self.send(ev.CommitFailed(commit, failure, fatal))
@@ -205,8 +217,10 @@ class World:
                     self.send(ev.RelayoutFailed(failure, fatal))
                     return True
                 self.slot_id = [0] * max_loras
-                self.send(ev.RelayoutDone())
+                self.annexes.clear()
+                self.send(ev.RelayoutDone(self.config.arena_bytes))
             case fx.Retire(slot):
+                self.annexes.pop(slot, None)
                 self.slot_id[slot] = 0
             case fx.CloseSequence(seq):
                 self.open.remove(seq)
@@ -257,7 +271,8 @@ class World:
             return True
         digest = self.content.get(job.source, f"digest-{job.source}")
         self.images[ident] = digest
-        self.send(ev.StageDone(ident, ident, digest, 100, rank=8))
+        annex = self.annex.get(digest, 0)
+        self.send(ev.StageDone(ident, ident, digest, 100, rank=8, annex=annex))
         return True
 
     def settle(self, limit: int = 20_000) -> None:

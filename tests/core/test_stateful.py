@@ -46,6 +46,7 @@ class CoreMachine(RuleBasedStateMachine):
         recurrent=st.booleans(),
         snapshots=st.sampled_from([0, 1, 4]),
         depth=st.sampled_from([2, 1]),
+        arena=st.sampled_from([0, 50, 100]),
     )
     def start(
         self,
@@ -59,6 +60,7 @@ class CoreMachine(RuleBasedStateMachine):
         recurrent: bool,
         snapshots: int,
         depth: int,
+        arena: int,
     ) -> None:
         self.world = harness.World(
             max_loras=slots,
@@ -78,7 +80,10 @@ class CoreMachine(RuleBasedStateMachine):
             snapshots=snapshots,
             snapshot_tokens=16,
             state_blocks=1,
+            arena_bytes=arena,
         )
+        if arena:
+            self.world.annex = {"two": 30, "three": 60}
 
     def _source(self, content: str) -> int:
         self.sources += 1

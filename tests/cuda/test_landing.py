@@ -13,7 +13,7 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora import landing
 from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.image import SlotImage
-from rota.gpu.lora.landing import Landing, landing_for
+from rota.gpu.lora.landing import Landing, Part, landing_for
 from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.pool import LoraPool
 
@@ -102,6 +102,28 @@ def test_an_image_of_another_layout_is_not_landed(any_rig, pool):
     assert not pool.land(wrong)
 
 
+def test_an_annex_lands_along_and_goes_to_the_arena(any_rig):
+    """One upload, two places."""
+    layout = SlotLayout(LAYOUT.dims, 8, Elem.BF16, overlay_rows=16)
+    annex = layout.annex_for([False] * len(layout.pairs), (), 3, 9)
+    assert annex is not None and annex.nbytes < layout.max_annex_bytes
+    pool = LoraPool(any_rig.device, layout, 2, max_rows=4, ahead=True, arena_bytes=8192)
+    count = len(layout.pairs)
+    bytes_ = np.random.default_rng(1).integers(0, 256, layout.slot_bytes + annex.nbytes, np.uint8)
+    one = SlotImage(
+        bytes_, (False,) * count, np.zeros(count, np.float32), (0,) * count, "one",
+        layout.fingerprint(), 3, 9, annex=annex,
+    )  # fmt: skip
+    for slot, extent, landed in ((0, 256, True), (1, 4096, False)):
+        assert not landed or pool.land(one)
+        pool.commit(slot, one, any_rig.stream, extent)
+        here = any_rig.down(pool.arena_address + extent, annex.nbytes, np.uint8)
+        slot_part = any_rig.down(pool.slot_address(slot), layout.slot_bytes, np.uint8)
+        assert np.array_equal(np.concatenate([slot_part, here]), bytes_)
+    any_rig.device.synchronize(any_rig.stream)
+    pool.close()
+
+
 def test_a_worker_lands_while_the_device_thread_captures(rig):
     pool = LoraPool(rig.device, LAYOUT, 2, max_rows=4, ahead=True)
     one, said = image(1), []
@@ -145,7 +167,7 @@ def test_while_one_lands_others_do_without_and_close_ends_it():
     worker.start()
     assert device.reached.wait(30)
     assert not place.upload(image(2))
-    assert not place.copy_to(target, one, stream)
+    assert not place.copy_to([Part(target, 0, NBYTES)], one, stream)
     closer = threading.Thread(target=place.close)
     closer.start()
     while not place._closing:
@@ -172,8 +194,8 @@ def test_an_upload_that_fails_is_not_taken_and_the_next_one_is(op, nth):
     stream, target = inner.create_stream(label="s"), inner.alloc(NBYTES, label="slot")
     place, one = Landing(device, NBYTES), image(1)
     assert not place.upload(one) and device.fired
-    assert not place.copy_to(target, one, stream)
-    assert place.upload(one) and place.copy_to(target, one, stream)
+    assert not place.copy_to([Part(target, 0, NBYTES)], one, stream)
+    assert place.upload(one) and place.copy_to([Part(target, 0, NBYTES)], one, stream)
     inner.synchronize(stream)
     place.close()
     assert inner.live_labels() == ("slot", "s")
@@ -189,7 +211,7 @@ def test_a_copy_that_fails_leaves_the_place_unused_for_good():
     place, one = Landing(device, NBYTES), image(1)
     assert place.upload(one)
     with pytest.raises(DeviceError):
-        place.copy_to(target, one, stream)
+        place.copy_to([Part(target, 0, NBYTES)], one, stream)
     assert not place.upload(one)
     inner.synchronize(stream)
     place.close()

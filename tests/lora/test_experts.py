@@ -63,7 +63,7 @@ def test_fused_factors_become_a_pair_an_expert(root: Path, layout: SlotLayout) -
     ):
         for expert in range(E):
             pair = layout.pair_index[2, module] + expert
-            left, right = layout.pair_views(found.image.buffer, pair)
+            left, right = layout.pair_views(found.image.buffer, pair, found.image.annex)
             assert np.array_equal(left[:R], a[expert].numpy()) and not left[R:].any()
             assert np.array_equal(right[:, :R], b[rows, :, expert].numpy())
             assert found.image.present[pair] and found.image.scales[pair] == 2.0
@@ -154,7 +154,8 @@ def test_without_room_the_bytes_it_needs_are_named(root: Path) -> None:
     found = refusal(*read(root, "experts"), plain)
     assert found.code == "expert-lora-no-room"
     assert found.expected is not None
-    assert f"{wide.slot_bytes - plain.slot_bytes} bytes more in each slot" in found.expected
+    assert wide.slot_bytes == plain.slot_bytes and wide.max_annex_bytes > 0
+    assert f"takes up to {wide.max_annex_bytes} bytes of the arena" in found.expected
     # The router and everything else of the same model need no such room.
     assert stage(DirectorySource(root / "adapters" / "router"), plain).report.pairs == 4
 
@@ -203,20 +204,20 @@ def test_experts_may_have_less_rank_than_the_rest(root: Path) -> None:
     dims = load_config(root / "base").to_lora_dims(expert_adapters=True)
     full, low = SlotLayout(dims, 64, Elem.F32), SlotLayout(dims, 64, Elem.F32, expert_rank=2)
     saved = 4 * 3 * E * (H + I) * (64 - 8) * 4
-    assert full.slot_bytes - low.slot_bytes == saved
+    assert full.max_annex_bytes - low.max_annex_bytes == saved
     wide, narrow = staged(tensors, config, full), staged(tensors, config, low)
     for pair, there in enumerate(wide.image.present):
         if there:
             views = zip(
-                full.pair_views(wide.image.buffer, pair),
-                low.pair_views(narrow.image.buffer, pair),
+                full.pair_views(wide.image.buffer, pair, wide.image.annex),
+                low.pair_views(narrow.image.buffer, pair, narrow.image.annex),
                 strict=True,
             )
             (a, other_a), (b, other_b) = views
             assert np.array_equal(a[:8], other_a[:8]) and np.array_equal(b[:, :8], other_b[:, :8])
     found = refusal(tensors, config, SlotLayout(dims, 64, Elem.F32, expert_rank=1))
     assert (found.code, found.found) == ("expert-lora-no-room", "max_expert_rank 1")
-    assert "max_expert_rank of at least 2, which takes 0 bytes more" in str(found.expected)
+    assert "max_expert_rank of at least 2, which takes up to 0 bytes more" in str(found.expected)
 
 
 def test_refusals_of_expert_factors(root: Path, layout: SlotLayout) -> None:
@@ -257,7 +258,7 @@ def test_shapes_that_fit_both_layouts_are_told_by_the_version(
         delta = b[:, :, expert] @ a[expert]
         delta = delta.T if swapped else delta
         pair = square.pair_index[1, LoraModule.EXPERT_GATE_PROJ] + expert
-        left, right = square.pair_views(found.image.buffer, pair)
+        left, right = square.pair_views(found.image.buffer, pair, found.image.annex)
         np.testing.assert_allclose(right @ left, delta[:I].numpy(), rtol=1e-5, atol=1e-5)
     error = refusal(tensors, config | {"peft_version": None}, square)
     assert (error.code, error.expected) == ("target_parameters", "peft_version in the config")

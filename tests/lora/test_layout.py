@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.errors import ModelError
+from rota.errors import InternalError, ModelError
+from rota.gpu.lora.annex import arena_bytes
 from rota.gpu.lora.dims import LoraModule, ModelDims
 from rota.gpu.lora.layout import Elem, SlotLayout, affine_step
 
@@ -99,17 +101,87 @@ def test_regions_tile_the_slot_and_are_aligned(
         assert start == place and start % 16 == 0
         assert 0 <= affine_step(pair.n_out) - 4 * pair.n_out < 16
         place += 2 * affine_step(pair.n_out)
-    if layout.overlay is None:
-        assert overlay == 0 and layout.slot_bytes == place
-    else:
-        starts = dataclasses.astuple(layout.overlay)
-        assert starts[0] == place and all(start % 16 == 0 for start in starts)
-        rows = overlay * dims.hidden * elem.size
-        for start, size, end in zip(
-            starts, (4 * overlay, rows) * 2, (*starts[1:], layout.slot_bytes), strict=True
+    assert layout.slot_bytes == place and place % 16 == 0
+
+
+MOE = ModelDims(
+    num_layers=2,
+    hidden=24,
+    q_out=8,
+    kv_out=8,
+    attn_in=8,
+    intermediate=0,
+    vocab=40,
+    experts=3,
+    expert_inner=5,
+    shared_inner=6,
+    expert_adapters=True,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(),
+    rank=st.integers(1, 20),
+    elem=st.sampled_from(Elem),
+    affine=st.booleans(),
+    rows=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_an_annex_has_what_is_there_side_by_side_and_nothing_else(
+    data: st.DataObject, rank: int, elem: Elem, affine: bool, rows: tuple[int, int]
+) -> None:
+    layout = SlotLayout(MOE, rank, elem, 9, affine, expert_rank=4, embedding_rank=9)
+    count = len(layout.pairs)
+    flags = st.lists(st.booleans(), min_size=count, max_size=count)
+    present = data.draw(flags)
+    vectors = data.draw(flags) if affine else []
+    annex = layout.annex_for(present, vectors, *rows)
+    place = layout.slot_bytes
+    parts = [(p, 0) for p in range(count) if present[p]]
+    parts += [(p, 1) for p in range(count) if vectors and vectors[p]]
+    for pair, kind in parts:
+        if not layout.pairs[pair].annex:
+            continue
+        assert annex is not None and place % 16 == 0
+        assert (annex.vectors if kind else annex.pairs)[pair] == place
+        sizes = layout.pairs[pair]
+        if kind:
+            place += 2 * affine_step(sizes.n_out)
+        else:
+            place += sizes.stride * (sizes.k_in + sizes.n_out) * elem.size
+    if any(rows):
+        assert annex is not None and annex.overlay is not None
+        starts = dataclasses.astuple(annex.overlay)
+        for start, n, width in zip(
+            starts, (rows[0],) * 2 + (rows[1],) * 2, (4, 0) * 2, strict=True
         ):
-            assert start + size <= end < start + size + 16
-    assert layout.slot_bytes % 16 == 0
+            assert start == place and start % 16 == 0
+            size = n * (width or MOE.hidden * elem.size)
+            place += -(-size // 16) * 16
+    if annex is None:
+        assert place == layout.slot_bytes
+        return
+    assert annex.begin == layout.slot_bytes and annex.nbytes % 256 == 0
+    assert 0 <= annex.begin + annex.nbytes - place < 256
+    assert annex.nbytes <= layout.max_annex_bytes
+    absent = [p for p in range(count) if not (present[p] and layout.pairs[p].annex)]
+    assert (annex.pairs[absent] == -1).all()
+
+
+def test_the_largest_annex_has_everything() -> None:
+    layout = SlotLayout(MOE, 8, Elem.BF16, 9, True, expert_rank=4, embedding_rank=8)
+    everything = [True] * len(layout.pairs)
+    annex = layout.annex_for(everything, everything, 9, 9)
+    assert annex is not None and annex.nbytes == layout.max_annex_bytes
+    with pytest.raises(InternalError) as caught:
+        layout.pair_views(np.zeros(layout.slot_bytes, np.uint8), len(everything) - 1)
+    assert caught.value.code == "no-pair"
+
+
+def test_the_arena_of_an_option() -> None:
+    assert arena_bytes(None, 512, 8) == 4096 and arena_bytes(None, 0, 8) == 0
+    assert arena_bytes(None, 1 << 29, 8) == 1 << 30 and arena_bytes(None, 3 << 30, 8) == 3 << 30
+    assert arena_bytes(1000, 512, 8) == 768 and arena_bytes(0, 512, 8) == 0
 
 
 def test_fingerprint_sees_everything_the_bytes_depend_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +29,11 @@ def device() -> Iterator[HostDevice]:
 class Bench:
     """A pool, a stream, and reading of device memory through the device."""
 
-    def __init__(self, device: HostDevice, layout: SlotLayout, max_loras: int = 3) -> None:
+    def __init__(
+        self, device: HostDevice, layout: SlotLayout, max_loras: int = 3, arena: int = 0
+    ) -> None:
         self.device, self.layout = device, layout
-        self.pool = LoraPool(device, layout, max_loras, max_rows=6)
+        self.pool = LoraPool(device, layout, max_loras, max_rows=6, arena_bytes=arena)
         self.stream: Stream = device.create_stream(label="test")
 
     def read(self, address: int, nbytes: int) -> np.ndarray:
@@ -43,9 +46,9 @@ class Bench:
         shape = (len(self.layout.pairs), self.pool.max_loras)
         cells = shape[0] * shape[1]
         return (
-            self.read(self.pool.a_table, 8 * cells).view(np.uint64).reshape(shape),
-            self.read(self.pool.b_table, 8 * cells).view(np.uint64).reshape(shape),
-            self.read(self.pool.scale_table, 4 * cells).view(np.float32).reshape(shape),
+            self.read(self.pool.tables.a_table, 8 * cells).view(np.uint64).reshape(shape),
+            self.read(self.pool.tables.b_table, 8 * cells).view(np.uint64).reshape(shape),
+            self.read(self.pool.tables.scale_table, 4 * cells).view(np.float32).reshape(shape),
         )
 
     def slot(self, slot: int) -> np.ndarray:
@@ -133,7 +136,7 @@ def test_commands_run_in_stream_order(kit: Any, bench: Bench) -> None:
     image = image_of(kit, bench.layout, (0, "q_proj"))
     snapshot = bench.device.alloc(8, label="snapshot")
     bench.pool.commit(0, image, bench.stream)
-    bench.device.copy_d2d(snapshot, bench.pool.a_table, 8, bench.stream)
+    bench.device.copy_d2d(snapshot, bench.pool.tables.a_table, 8, bench.stream)
     bench.pool.retire(0, bench.stream)
     found = bench.read(snapshot, 8).view(np.uint64)
     assert int(found[0]) == bench.pool.slot_address(0)
@@ -156,8 +159,8 @@ def test_row_slots(bench: Bench) -> None:
 
 def test_pair_tables_are_rows_of_the_tables(bench: Bench) -> None:
     a, b, scale = bench.pool.pair_tables(5)
-    assert a - bench.pool.a_table == b - bench.pool.b_table == 5 * 3 * 8
-    assert scale - bench.pool.scale_table == 5 * 3 * 4
+    assert a - bench.pool.tables.a_table == b - bench.pool.tables.b_table == 5 * 3 * 8
+    assert scale - bench.pool.tables.scale_table == 5 * 3 * 4
 
 
 @pytest.mark.parametrize("elem", Elem)
@@ -182,15 +185,15 @@ def test_views_are_the_pools_own_memory(kit: Any, device: HostDevice, elem: Elem
 
 
 def test_overlay_tables_and_views(kit: Any, device: HostDevice) -> None:
-    bench = Bench(device, kit.layout(overlay_rows=4))
+    bench = Bench(device, kit.layout(overlay_rows=4), arena=1024)
     delta = kit.tensor((2, 8))
     key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     config = kit.config(trainable_token_indices=[3, 5])
     image = kit.stage(kit.pair() | {key: delta}, config, bench.layout).image
-    bench.pool.commit(2, image, bench.stream)
-    counts = bench.read(bench.pool.embed_count_table, 12).view(np.int32)
+    bench.pool.commit(2, image, bench.stream, 256)
+    counts = bench.read(bench.pool.tables.embed_count_table, 12).view(np.int32)
     assert counts.tolist() == [0, 0, 2]
-    assert not bench.read(bench.pool.head_count_table, 12).any()
+    assert not bench.read(bench.pool.tables.head_count_table, 12).any()
     views = bench.pool.overlay_view(2)
     assert views is not None
     embed_ids, embed_rows, head_ids, head_rows = views
@@ -199,8 +202,64 @@ def test_overlay_tables_and_views(kit: Any, device: HostDevice) -> None:
     expected = np.frombuffer(delta[2], np.float32).reshape(2, 8)
     np.testing.assert_array_equal(embed_rows.float().numpy(), expected)
     bench.pool.retire(2, bench.stream)
-    assert not bench.read(bench.pool.embed_count_table, 12).any()
+    assert not bench.read(bench.pool.tables.embed_count_table, 12).any()
     assert bench.pool.overlay_counts(2) == (0, 0)
+    bench.close()
+
+
+DELTA = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+
+
+def overlaid(kit: Any, layout: SlotLayout, *ids: int, **more: Any) -> Any:
+    """An image whose annex is an overlay."""
+    tensors = kit.pair() | {DELTA: kit.tensor((len(ids), 8), seed=sum(ids))}
+    return kit.stage(tensors, kit.config(trainable_token_indices=[*ids]), layout, **more).image
+
+
+def test_annexes_lie_in_the_arena_where_they_are_told(kit: Any, device: HostDevice) -> None:
+    layout = kit.layout(overlay_rows=40, dims=dataclasses.replace(kit.dims, vocab=60))
+    bench = Bench(device, layout, arena=2048)
+    pool = bench.pool
+    one, two = overlaid(kit, layout, 3, 5), overlaid(kit, layout, *range(30))
+    assert (one.annex_bytes, two.annex_bytes) == (256, 768)
+    assert one.nbytes == layout.slot_bytes + 256
+    pool.commit(0, one, bench.stream, 512)
+    pool.commit(1, two, bench.stream, 1024)
+    for slot, image, at in ((0, one, 512), (1, two, 1024)):
+        addresses = pool.overlay_addresses(slot)
+        assert addresses is not None and addresses[0] == pool.arena_address + at
+        found = bench.read(pool.arena_address + at, image.annex_bytes)
+        assert found.tobytes() == image.buffer[layout.slot_bytes :].tobytes()
+        assert bench.slot(slot).tobytes() == image.buffer[: layout.slot_bytes].tobytes()
+        views = pool.overlay_view(slot)
+        assert views is not None and len(views[0]) == image.embed_rows
+    # Moved on to another place, the old one is given to another slot.
+    pool.commit(0, one, bench.stream, 0)
+    pool.commit(2, one, bench.stream, 512)
+    device.synchronize(bench.stream)
+    first, third = pool.overlay_view(0), pool.overlay_view(2)
+    assert first is not None and third is not None and torch.equal(first[1], third[1])
+    pool.retire(1, bench.stream)
+    assert pool.overlay_view(1) is None
+    pool.commit(1, image_of(kit, layout, (0, "q_proj")), bench.stream)
+    assert pool.overlay_view(1) is None and pool.nbytes == 3 * layout.slot_bytes + 2048
+    bench.close()
+
+
+@pytest.mark.parametrize("extent", [None, -256, 100, 128, 256, 512, 768, 1024])
+def test_an_annex_without_a_place_of_its_own_is_refused(
+    kit: Any, device: HostDevice, extent: int | None
+) -> None:
+    layout = kit.layout(overlay_rows=40, dims=dataclasses.replace(kit.dims, vocab=60))
+    bench = Bench(device, layout, arena=1024)
+    bench.pool.commit(0, overlaid(kit, layout, 3, 5), bench.stream, 512)
+    before = bench.read(bench.pool.arena_address, 1024).tobytes(), bench.slot(1).tobytes()
+    with pytest.raises(DeviceError) as caught:
+        bench.pool.commit(1, overlaid(kit, layout, *range(15)), bench.stream, extent)
+    assert caught.value.code == "bad-extent"
+    after = bench.read(bench.pool.arena_address, 1024).tobytes(), bench.slot(1).tobytes()
+    assert before == after
+    bench.pool.commit(1, overlaid(kit, layout, *range(15)), bench.stream, 0)
     bench.close()
 
 
@@ -301,10 +360,22 @@ def test_views_need_host_memory(kit: Any, device: HostDevice) -> None:
 
 def test_addresses_never_move(kit: Any, bench: Bench) -> None:
     pool = bench.pool
-    before = (pool.address, pool.a_table, pool.b_table, pool.scale_table, pool.row_slots_address)
+    before = (
+        pool.address,
+        pool.tables.a_table,
+        pool.tables.b_table,
+        pool.tables.scale_table,
+        pool.row_slots_address,
+    )
     for _ in range(3):
         pool.commit(0, image_of(kit, bench.layout, (0, "q_proj")), bench.stream)
         pool.retire(0, bench.stream)
-    after = (pool.address, pool.a_table, pool.b_table, pool.scale_table, pool.row_slots_address)
+    after = (
+        pool.address,
+        pool.tables.a_table,
+        pool.tables.b_table,
+        pool.tables.scale_table,
+        pool.row_slots_address,
+    )
     assert before == after
     assert ctypes.sizeof(ctypes.c_void_p) == 8  # table cells are u64 addresses

@@ -56,7 +56,7 @@ def bench(kit: Any) -> Iterator[Bench]:
 
 
 def expected(bench: Bench, image: SlotImage, pair: int) -> bytes:
-    a, b = bench.layout.pair_views(image.buffer, pair)
+    a, b = bench.layout.pair_views(image.buffer, pair, image.annex)
     return bytes(a.tobytes() + b.tobytes())
 
 
@@ -80,6 +80,35 @@ def test_what_is_lent_is_copied_and_may_change_afterwards(bench: Bench) -> None:
     assert bench.weights(0, 0) == kept
     bench.commit(0, bench.image("k_proj"))
     assert bench.pool.present(0, 1) and not bench.pool.present(0, 0)
+
+
+def test_an_annex_is_served_in_place_unless_it_is_lent(kit: Any) -> None:
+    device, layout = Counting(), kit.layout(overlay_rows=4)
+    pool = LoraPool(device, layout, 2, max_rows=4, adopt=True, arena_bytes=256)
+    stream = device.create_stream(label="test")
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    tensors = kit.pair() | {key: kit.tensor((2, 8))}
+    config = kit.config(trainable_token_indices=[3, 5])
+    image = kit.stage(tensors, config, layout).image
+    memory = bytearray(image.nbytes + 100)
+    lent = kit.stage(tensors, config, layout, buffer=memory).image
+    assert lent.buffer.tobytes() == image.buffer.tobytes() == bytes(memory[: image.nbytes])
+    pool.commit(0, image, stream)
+    pool.commit(1, lent, stream, 0)
+    device.synchronize(stream)
+    memory[:] = b"\xff" * len(memory)
+    starts = [pool.overlay_addresses(slot) for slot in range(2)]
+    assert starts[0] is not None and starts[0][0] == image.address + layout.slot_bytes
+    assert starts[1] is not None and starts[1][0] == pool.arena_address
+    own, copied = pool.overlay_view(0), pool.overlay_view(1)
+    assert own is not None and copied is not None
+    assert own[0].tolist() == copied[0].tolist() == [3, 5] and torch.equal(own[1], copied[1])
+    with pytest.raises(DeviceError) as caught:
+        pool.commit(0, lent, stream)
+    assert caught.value.code == "bad-extent"
+    device.destroy_stream(stream)
+    pool.close()
+    assert device.live_labels() == ()
 
 
 @pytest.mark.parametrize("how", ["retire", "commit", "lent", "close"])

@@ -79,8 +79,8 @@ def check_image(image: SlotImage, layout: SlotLayout, folder: Path, atol: float 
         ending = f"layers.{pair.layer}.{pair.module.parent}.{pair.module.leaf}.lora_"
         keys = sorted(k for k in tensors if ending in k and k.endswith(".weight"))
         assert image.present[index] == bool(keys)
-        a_view, b_view = layout.pair_views(image.buffer, index)
-        a_rest, b_rest = layout.pair_views(rest, index)
+        a_view, b_view = layout.pair_views(image.buffer, index, image.annex)
+        a_rest, b_rest = layout.pair_views(rest, index, image.annex)
         if not keys:
             assert image.scales[index] == 0 and image.ranks[index] == 0
             continue
@@ -289,6 +289,23 @@ def test_cancelled_between_phases(kit: Any, polls: int) -> None:
 def test_limits_reach_the_reader(kit: Any) -> None:
     limits = StageLimits(FileLimits(file_bytes=10))
     assert kit.refusal(kit.pair(), limits=limits).code == "file-too-large"
+
+
+def test_an_annex_larger_than_the_arena_is_refused_with_its_bytes(kit: Any) -> None:
+    layout = kit.layout(overlay_rows=4)
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    tensors = kit.pair() | {key: kit.tensor((2, 8))}
+    config = kit.config(trainable_token_indices=[3, 5])
+    source = BytesSource(kit.file(tensors), config)
+    staged = stage(source, layout, StageLimits(annex_bytes=256))
+    assert staged.image.annex_bytes == staged.report.annex_bytes == 256
+    with pytest.raises(RejectError) as caught:
+        stage(source, layout, StageLimits(annex_bytes=255))
+    assert (caught.value.code, caught.value.found) == ("annex-exceeds-arena", "255 bytes")
+    assert caught.value.expected == "an adapter_arena_bytes of at least 256"
+    # What has no annex needs no arena.
+    plain = BytesSource(kit.file(kit.pair()), kit.config())
+    assert stage(plain, layout, StageLimits(annex_bytes=0)).report.annex_bytes == 0
 
 
 def test_report(kit: Any) -> None:

@@ -82,9 +82,9 @@ def test_factors_lie_behind_the_layers_with_a_stride_of_their_own(kit: Any) -> N
     assert layout.pairs[:-2] == plain.pairs
     assert (embed.module, head.module) == TOKEN_MODULES and embed.layer == kit.dims.num_layers
     assert (embed.n_out, embed.k_in, embed.stride, embed.max_rank) == (8, 16, 8, 5)
-    assert (head.n_out, head.k_in) == (16, 8) and head.a_off == embed.b_off + 8 * 8 * 4
-    grown = layout.slot_bytes - plain.slot_bytes
-    assert grown == layout.bytes_for(TOKEN_MODULES, 5) == 2 * (8 + 16) * 8 * 4
+    assert (head.n_out, head.k_in) == (16, 8) and embed.annex and head.annex
+    assert layout.slot_bytes == plain.slot_bytes and plain.max_annex_bytes == 0
+    assert layout.max_annex_bytes == layout.bytes_for(TOKEN_MODULES, 5) == 2 * (8 + 16) * 8 * 4
     assert SlotLayout(kit.dims, 4, embedding_rank=8).rank_of(LoraModule.LM_HEAD) == 4
     with pytest.raises(ModelError) as caught:
         SlotLayout(kit.dims, 8, embedding_rank=-1)
@@ -98,7 +98,7 @@ def test_both_are_packed_as_any_pair(kit: Any) -> None:
     assert staged.report.by_module == {"embed_tokens": 1, "lm_head": 1}
     for index, (a, b) in ((-2, tuple(tensors)[:2]), (-1, tuple(tensors)[2:])):
         pair = len(layout.pairs) + index
-        found_a, found_b = layout.pair_views(staged.image.buffer, pair)
+        found_a, found_b = layout.pair_views(staged.image.buffer, pair, staged.image.annex)
         assert np.array_equal(found_a[:2], values(tensors[a]))
         assert np.array_equal(found_b[:, :2], values(tensors[b]))
         assert staged.image.present[pair] and staged.image.scales[pair] == 2.0
@@ -110,7 +110,7 @@ def test_without_room_the_bytes_it_needs_are_named(kit: Any) -> None:
     found = refusal(kit, layout_of(kit, 0), tensors)
     assert found.code == "embedding" and found.subject == "embed_tokens"
     need = layout_of(kit, 2).bytes_for(TOKEN_MODULES, 2)
-    assert f"at least 2, which takes {need} bytes more in each slot" in str(found.expected)
+    assert f"at least 2, which takes up to {need} bytes more of the arena" in str(found.expected)
     # A regex names no module: the tensors tell.
     found = refusal(kit, layout_of(kit, 0), tensors, target_modules=".*(embed_tokens|lm_head)")
     assert found.code == "embedding-lora" and found.found == "max_embedding_rank 0"
@@ -236,6 +236,6 @@ def test_dora_norms_are_over_the_transposed_embedding(kit: Any) -> None:
     a, b, *_ = (values(entry) for entry in tensors.values())
     merged = base.embed().T + 2.0 * (b @ a)
     magnitude = values(tensors[EMBED + "lora_magnitude_vector"])
-    mul, add = layout.affine_views(staged.image.buffer, len(layout.pairs) - 2)
+    mul, add = layout.affine_views(staged.image.buffer, len(layout.pairs) - 2, staged.image.annex)
     assert np.allclose(mul, magnitude / np.linalg.norm(merged, axis=1), rtol=1e-6)
     assert not add.any() and staged.report.vectors == {"dora": 2}

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from rota.gpu.host import HostDevice
+from rota.gpu.lora.annex import ANNEX_ALIGN
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
@@ -36,6 +37,12 @@ class Bench:
     def image(self, case: str) -> SlotImage:
         source = DirectorySource(self.folder / "adapters" / case)
         return stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
+
+    def commit(self, slot: int, image: SlotImage) -> None:
+        """Commit, with a part of the arena that is always this slot's."""
+        info = self.runner.info
+        part = info.arena_bytes // info.max_loras // ANNEX_ALIGN * ANNEX_ALIGN
+        self.runner.commit(slot, image, slot * part if image.annex_bytes else None)
 
     def rows(self, rows: Sequence[Row], sample: bool = True) -> list[RowInput]:
         return [

@@ -24,8 +24,8 @@ CASES = [("qwen3", "dora", "attn_mlp_r8"), ("qwen2", "bias_all", "attn_mlp_r8")]
 @pytest.mark.parametrize(("family", "affine", "plain"), CASES)
 def test_mixed_rows_are_each_as_alone(open_bench, dtype, family, affine, plain):
     bench, off = open_bench(family, dtype), open_bench(family, dtype, max_loras=0)
-    bench.runner.commit(0, bench.image(affine))
-    bench.runner.commit(1, bench.image(plain))
+    bench.commit(0, bench.image(affine))
+    bench.commit(1, bench.image(plain))
     alone = {slot: bench.step((0, slot, 0, PROMPT)) for slot in (-1, 0, 1)}
     assert torch.equal(alone[-1], off.step((0, -1, 0, PROMPT)))
     assert not torch.equal(alone[0], alone[-1])
@@ -43,8 +43,8 @@ def test_mixed_rows_are_each_as_alone(open_bench, dtype, family, affine, plain):
 @pytest.mark.parametrize("family", ["qwen3"])
 def test_only_rows_that_need_it_launch_it(open_bench, monkeypatch, family):
     bench = open_bench(family)
-    bench.runner.commit(0, bench.image("dora"))
-    bench.runner.commit(1, bench.image("attn_mlp_r8"))
+    bench.commit(0, bench.image("dora"))
+    bench.commit(1, bench.image("attn_mlp_r8"))
     calls = []
     apply = AffineGroup.apply
 
@@ -61,7 +61,7 @@ def test_only_rows_that_need_it_launch_it(open_bench, monkeypatch, family):
 
 def test_the_torch_references_agree(open_bench, reference):
     bench, ref = open_bench("qwen3", use_numba=False), reference("qwen3")["cases"]["dora"]
-    bench.runner.commit(0, bench.image("dora"))
+    bench.commit(0, bench.image("dora"))
     assert bench.greedy([(0, ref["ids"])], 12) == [ref["greedy_f32"]]
 
 

@@ -25,7 +25,7 @@ def test_an_adapter_of_all_experts_changes_the_greedy_answer(open_bench, case):
         if pair.module in EXPERT_MODULES and (case != "experts_down_only" or pair.k_in == 16)
     ]
     assert all(there for _, there in places)  # every expert of every layer
-    bench.runner.commit(1, image)
+    bench.commit(1, image)
     base, adapted = bench.greedy([(-1, PROMPT), (1, PROMPT)], 6)
     assert base != adapted
 
@@ -41,7 +41,7 @@ def test_every_expert_alone_changes_the_answer(open_bench):
         mine = whole & np.array([pair.expert == expert for pair in pairs])
         present = tuple(bool(there) for there in mine)
         scales = np.where(mine, image.scales, np.float32(0))
-        bench.runner.commit(1, dataclasses.replace(image, present=present, scales=scales))
+        bench.commit(1, dataclasses.replace(image, present=present, scales=scales))
         found = bench.step((0, 1, 0, PROMPT))
         assert not torch.equal(found, base), expert
         seen.append(found)
@@ -54,6 +54,6 @@ def test_base_rows_are_the_same_to_the_bit_with_experts_adapted_or_not(open_benc
     alone = without.step((0, -1, 0, PROMPT))
     bench = open_bench(FAMILY, dtype)
     assert torch.equal(bench.step((0, -1, 0, PROMPT)), alone)
-    bench.runner.commit(1, bench.image("experts_router_attn"))
+    bench.commit(1, bench.image("experts_router_attn"))
     both = bench.step((0, -1, 0, PROMPT), (1, 1, 0, PROMPT))
     assert torch.equal(both[0], alone[0]) and not torch.equal(both[1], alone[0])

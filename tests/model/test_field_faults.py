@@ -29,7 +29,7 @@ def image(bench, name):
 
 def fresh(bench, name):
     """Logits of an adapter in a slot nothing else was in since it was emptied."""
-    bench.runner.commit(3, image(bench, name))
+    bench.commit(3, image(bench, name))
     logits = bench.step((0, 3, 0, PROMPT))
     bench.runner.retire(3)
     return logits
@@ -56,9 +56,9 @@ def test_nothing_of_the_previous_adapter_remains(open_bench, dtype, before, afte
     bench = open_bench("llama", dtype)
     wanted, other = fresh(bench, after), fresh(bench, before)
     assert not torch.equal(wanted, other)
-    bench.runner.commit(0, image(bench, before))
+    bench.commit(0, image(bench, before))
     assert torch.equal(bench.step((0, 0, 0, PROMPT)), other)
-    bench.runner.commit(0, image(bench, after))
+    bench.commit(0, image(bench, after))
     assert torch.equal(bench.step((0, 0, 0, PROMPT)), wanted)
 
 
@@ -72,7 +72,7 @@ def test_each_of_many_reloads_is_what_answers(open_bench):
     base = bench.step((0, -1, 0, PROMPT))
     for turn in range(20):
         name = names[turn % len(names)]
-        bench.runner.commit(1, image(bench, name))
+        bench.commit(1, image(bench, name))
         found = bench.step((0, 1, 0, PROMPT), (1, -1, 0, PROMPT))
         assert torch.equal(found[0], wanted[name][0]) and torch.equal(found[1], base[0])
 
@@ -86,7 +86,7 @@ def test_as_many_adapters_as_slots_and_a_base_row(open_bench, dtype):
     names = ["plain", "dora", "patterns", "tokens"]
     wanted = [*(fresh(bench, name)[0] for name in names), bench.step((0, -1, 0, PROMPT))[0]]
     for slot, name in enumerate(names):
-        bench.runner.commit(slot, image(bench, name))
+        bench.commit(slot, image(bench, name))
     found = bench.step(*((seq, slot, 0, PROMPT) for seq, slot in enumerate((0, 1, 2, 3, -1))))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

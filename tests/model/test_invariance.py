@@ -34,7 +34,7 @@ def fed_in_chunks(bench, slot, sizes, before=None):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_does_not_depend_on_how_it_is_cut(open_bench, family, dtype):
     bench = open_bench(family, dtype)
-    bench.runner.commit(0, bench.image(FIRST.get(family, "attn_mlp_r8")))
+    bench.commit(0, bench.image(FIRST.get(family, "attn_mlp_r8")))
     for slot in (-1, 0):
         whole = fed_in_chunks(bench, slot, [len(PROMPT)])
         for sizes in ([1] * len(PROMPT), [7, 15], [16, 6], [5, 1, 1, 15]):
@@ -45,8 +45,8 @@ def test_prefill_does_not_depend_on_how_it_is_cut(open_bench, family, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_do_not_influence_each_other(open_bench, family, dtype):
     bench = open_bench(family, dtype)
-    bench.runner.commit(0, bench.image(FIRST.get(family, "attn_mlp_r8")))
-    bench.runner.commit(2, bench.image(SECOND[family]))
+    bench.commit(0, bench.image(FIRST.get(family, "attn_mlp_r8")))
+    bench.commit(2, bench.image(SECOND[family]))
     slots = (-1, 0, 2)
     alone = {slot: bench.step((0, slot, 0, PROMPT)) for slot in slots}
     assert not torch.equal(alone[-1], alone[0])
@@ -60,7 +60,7 @@ def test_rows_do_not_influence_each_other(open_bench, family, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_rows_beside_prefill_chunks(open_bench, dtype):
     bench = open_bench("llama", dtype)
-    bench.runner.commit(0, bench.image("attn_mlp_r8"))
+    bench.commit(0, bench.image("attn_mlp_r8"))
     bench.step((0, 0, 0, PROMPT))
     alone = bench.step((0, 0, len(PROMPT), [3]))
     bench.step((0, 0, 0, PROMPT))

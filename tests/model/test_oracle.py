@@ -68,7 +68,7 @@ def logits_of(bench, slot, ids):
 def place(bench, case):
     if case == "base":
         return -1
-    bench.runner.commit(1, bench.image(case))
+    bench.commit(1, bench.image(case))
     return 1
 
 
@@ -88,7 +88,7 @@ def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, c
 def test_experts_of_less_rank_than_the_pool(open_bench, reference):
     bench = open_bench("qwen35_moe", max_lora_rank=16, max_expert_rank=8)
     facts = reference("qwen35_moe")["cases"]["experts_router_attn"]
-    bench.runner.commit(1, bench.image("experts_router_attn"))
+    bench.commit(1, bench.image("experts_router_attn"))
     tokens = bench.greedy([(1, facts["ids"])], len(facts["greedy_f32"]))
     assert tokens == [facts["greedy_f32"]]
 
@@ -130,7 +130,7 @@ def test_a_mixed_batch_agrees_with_each_row_alone_in_peft(open_bench, reference,
     mixed = ref["mixed"]
     names = sorted({name for name in mixed["adapters"] if name != "__base__"})
     for slot, name in enumerate(names):
-        bench.runner.commit(slot, bench.image(name))
+        bench.commit(slot, bench.image(name))
     slots = [-1 if name == "__base__" else names.index(name) for name in mixed["adapters"]]
     logits = bench.step(
         *((seq, slots[seq], 0, ids) for seq, ids in enumerate(mixed["rows"]))

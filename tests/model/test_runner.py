@@ -54,7 +54,9 @@ def test_info(bench):
     # 24 blocks hold fewer positions than the 512 of the config.
     assert info.context_length == 384
     assert info.kv_bytes == 24 * 16 * 2 * 2 * 2 * 8 * 4  # tokens, layers, k and v, heads, dim, f32
-    assert info.pool_bytes == 4 * bench.runner.layout.slot_bytes
+    layout = bench.runner.layout
+    assert info.arena_bytes == 4 * layout.max_annex_bytes > 0
+    assert info.pool_bytes == 4 * layout.slot_bytes + info.arena_bytes
 
 
 @pytest.mark.parametrize(
@@ -97,34 +99,34 @@ def test_a_slot_must_hold_an_adapter(bench):
         assert caught.value.code == "empty-slot"
 
     refused(0)  # never committed
-    bench.runner.commit(0, bench.image("attn_mlp_r8"))
+    bench.commit(0, bench.image("attn_mlp_r8"))
     first = bench.step((0, 0, 0, PROMPT))
     refused(1)
     bench.runner.retire(0)
     refused(0)
     bench.runner.retire(0)  # idempotent
-    bench.runner.commit(0, bench.image("rslora_r16_bf16"))
+    bench.commit(0, bench.image("rslora_r16_bf16"))
     assert not torch.equal(bench.step((0, 0, 0, PROMPT)), first)
-    bench.runner.commit(0, bench.image("attn_mlp_r8"))  # nothing of the previous one stays
+    bench.commit(0, bench.image("attn_mlp_r8"))  # nothing of the previous one stays
     assert torch.equal(bench.step((0, 0, 0, PROMPT)), first)
 
 
 def test_a_failed_commit_leaves_the_slot_empty_and_the_others_alone(bench):
     image = bench.image("attn_mlp_r8")
-    bench.runner.commit(0, image)
-    bench.runner.commit(1, image)
+    bench.commit(0, image)
+    bench.commit(1, image)
     expected = bench.step((0, 1, 0, PROMPT))
     wrong = SlotImage(
         image.buffer, image.present, image.scales, image.ranks, image.digest, "another layout"
     )
     with pytest.raises(DeviceError) as caught:
-        bench.runner.commit(0, wrong)
+        bench.commit(0, wrong)
     assert caught.value.code == "layout-mismatch"
     with pytest.raises(InternalError):
         bench.step((0, 0, 0, PROMPT))
     assert torch.equal(bench.step((0, 1, 0, PROMPT)), expected)
     with pytest.raises(DeviceError) as caught:
-        bench.runner.commit(4, image)
+        bench.commit(4, image)
     assert caught.value.code == "bad-slot"
 
 
@@ -137,8 +139,8 @@ def test_a_batch_of_base_rows_launches_no_lora_kernel(bench, monkeypatch):
         return real(self, *args)
 
     monkeypatch.setattr(LoraGroup, "apply", counted)
-    bench.runner.commit(0, bench.image("attn_mlp_r8"))
-    bench.runner.commit(1, poisoned(bench, 0.5))
+    bench.commit(0, bench.image("attn_mlp_r8"))
+    bench.commit(1, poisoned(bench, 0.5))
     bench.step((0, -1, 0, PROMPT), (1, -1, 0, PROMPT))
     assert calls == []
     bench.step((0, -1, 0, PROMPT), (1, 0, 0, PROMPT))
@@ -150,7 +152,7 @@ def test_a_batch_of_base_rows_launches_no_lora_kernel(bench, monkeypatch):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 1e30])
 def test_a_row_with_bad_logits_fails_alone(bench, value):
-    bench.runner.commit(0, poisoned(bench, value))
+    bench.commit(0, poisoned(bench, value))
     expected = bench.step((0, -1, 0, PROMPT))
     for seq in (0, 1, 2):
         bench.runner.open_sequence(seq, PROMPT, SamplingParams())
@@ -217,7 +219,7 @@ def test_any_error_inside_a_step_has_a_code(bench, monkeypatch):
     def fail(*args):
         raise RuntimeError("broken library")
 
-    bench.runner.commit(0, bench.image("attn_mlp_r8"))
+    bench.commit(0, bench.image("attn_mlp_r8"))
     monkeypatch.setattr(LoraGroup, "apply", fail)
     with pytest.raises(DeviceError) as caught:
         bench.step((0, 0, 0, PROMPT))

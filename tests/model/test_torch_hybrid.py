@@ -21,7 +21,7 @@ SHAPE = GdnShape(key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv=4)
 def place(bench, case, slot=1):
     if case == "base":
         return -1
-    bench.runner.commit(slot, bench.image(case))
+    bench.commit(slot, bench.image(case))
     return slot
 
 

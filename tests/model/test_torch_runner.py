@@ -73,7 +73,7 @@ BF16_RMS = 0.07
 def place(bench, case, slot=1):
     if case == "base":
         return -1
-    bench.runner.commit(slot, bench.image(case))
+    bench.commit(slot, bench.image(case))
     return slot
 
 
@@ -112,7 +112,7 @@ def test_mixed_batches_agree_with_each_row_alone_in_peft(open_bench, reference, 
     mixed = ref["mixed"]
     names = sorted({name for name in mixed["adapters"] if name != "__base__"})
     for slot, name in enumerate(names):
-        bench.runner.commit(slot, bench.image(name))
+        bench.commit(slot, bench.image(name))
     slots = [-1 if name == "__base__" else names.index(name) for name in mixed["adapters"]]
     logits = bench.step(*((seq, slots[seq], 0, ids) for seq, ids in enumerate(mixed["rows"])))
     for row in range(len(slots)):
@@ -150,7 +150,7 @@ def test_blocks_another_row_filled_with_nan_are_not_seen(open_bench):
     image = SlotImage(
         buffer, present, scales, (16,) + (0,) * (pairs - 1), "x", layout.fingerprint()
     )
-    bench.runner.commit(3, image)
+    bench.commit(3, image)
     bench.runner.open_sequence(0, PROMPT, SamplingParams())
     (output,) = bench.runner.step(bench.rows([(0, 3, 0, PROMPT)]))  # fills the blocks with NaN
     bench.runner.close_sequence(0)

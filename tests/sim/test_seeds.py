@@ -100,6 +100,7 @@ def test_the_seeds_visit_what_can_go_wrong() -> None:
     assert {"still-draining", "cancelled", "failed", "refused"} <= outcomes
     assert {"unknown-adapter", "QUEUE_FULL", "POOL_FULL", "engine-closed", "device-dead"} <= codes
     assert {"shape-mismatch", "stage-io", "name-exists", "adapter-unloaded"} <= codes
+    assert "annex-exceeds-arena" in codes
 
 
 def test_a_scenario_file_runs_like_its_seed(tmp_path: Any, capsys: Any) -> None:

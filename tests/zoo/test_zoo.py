@@ -138,7 +138,7 @@ def test_alone_it_answers_as_peft_does(
     # A buffer that held something else, which the pool copies: the same image, the same answer.
     lent = one.stage(name, bytearray(b"\xa5" * staged.image.nbytes)).image
     assert lent.lent and lent.buffer.tobytes() == staged.image.buffer.tobytes()
-    one.runner.commit(3, lent)
+    one.runner.commit(3, lent, 0)
     assert torch.equal(one.logits([3])[0], found)
     one.runner.retire(3)
 
