@@ -53,7 +53,9 @@ class Served:
         """``case``: a name of the oracle's, or a folder."""
         source = DirectorySource(self.folder / "adapters" / case)
         image = stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
-        self.runner.commit(slot, image)
+        info = self.runner.info
+        part = info.arena_bytes // info.max_loras // 256 * 256
+        self.runner.commit(slot, image, slot * part if image.annex_bytes else None)
 
     def step(self, slots, start, tokens):
         rows = [

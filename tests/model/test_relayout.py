@@ -160,7 +160,8 @@ def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(
 
     def place(slot: int) -> None:
         source = DirectorySource(str(folder / "adapters" / "embed_head_lora"))
-        runner.commit(slot, stage(source, runner.layout, base_rows=runner.base_rows).image)
+        image = stage(source, runner.layout, base_rows=runner.base_rows).image
+        runner.commit(slot, image, slot * runner.layout.max_annex_bytes)
 
     place(1)
     base, before = tokens(runner, -1), tokens(runner, 1)

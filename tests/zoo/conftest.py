@@ -57,6 +57,12 @@ class Keeper:
         base_rows = self.runner.base_rows
         return stage(source, self.runner.layout, base_rows=base_rows, buffer=buffer)
 
+    def commit(self, slot: int, name: str) -> None:
+        """Stage and commit, with a part of the arena that is always this slot's."""
+        image, info = self.stage(name).image, self.runner.info
+        part = info.arena_bytes // info.max_loras // 256 * 256
+        self.runner.commit(slot, image, slot * part if image.annex_bytes else None)
+
     def answer(self, name: str, tag: str = "") -> torch.Tensor:
         """PEFT's logits of the last positions, in the runner's dtype or of the other model ("f32",
         "bf16"): float32 ``[n, vocab]``."""

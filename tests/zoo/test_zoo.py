@@ -154,7 +154,7 @@ def test_all_at_once_each_answers_as_alone(
     base_alone = one.logits([-1])[0]
     alone = []
     for slot, name in enumerate(names):
-        one.runner.commit(slot, one.stage(name).image)
+        one.commit(slot, name)
         alone.append(one.logits([slot])[0])
     order = [*range(len(names)), -1]
     together = one.logits(order)
@@ -178,7 +178,7 @@ def test_an_accelerators_runner_answers_as_peft_does_too(
     names = [name for fam, name in ACCEPTED if fam == family]
     base_alone = one.logits([-1])[0]
     for slot, name in enumerate(names):
-        one.runner.commit(slot, one.stage(name).image)
+        one.commit(slot, name)
         check(one, one.logits([slot])[0], oracle_of(family, name), dtype)
     together = one.logits([*range(len(names)), -1])
     for row, name in enumerate(names):
