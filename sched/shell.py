@@ -393,7 +393,6 @@ class Shell:
             if outcome.cached < 0:
                 self.timings.staged(getattr(outcome.staged.report, "seconds", {}))
             made = outcome.staged.image
-            digest, reusable = outcome.staged.digest, outcome.signature is not None
-            rank, nbytes = max(made.ranks, default=0), int(made.nbytes)
-            annex = made.annex_bytes
-            self._arrive(ev.StageDone(stage, image, digest, nbytes, reusable, rank, annex))
+            reusable, rank = outcome.signature is not None, max(made.ranks, default=0)
+            facts = (int(made.nbytes), reusable, rank, made.annex_bytes)
+            self._arrive(ev.StageDone(stage, image, outcome.staged.digest, *facts))

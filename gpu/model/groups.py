@@ -1,6 +1,7 @@
 """What adds the deltas of adapters to an output, and who makes such things for a device.
 
-What it owns: nothing; the protocols the host's and the accelerator's groups follow.
+What it owns: nothing; the protocols the host's and the accelerator's groups follow, and groups with
+their vectors.
 """
 
 from __future__ import annotations
