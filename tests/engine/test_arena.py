@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Who serves. The accelerator's runner, over a host device, copies its images."""
     if request.param == "torch":
 
-        def load(config: Any, model_dir: Any) -> TorchRunner:
+        def load(config: Any, model_dir: Any, told: Any) -> TorchRunner:
             options = lifecycle._options(config)
             return TorchRunner.load(model_dir, HostDevice(allow_foreign=True), options)
 
