@@ -251,6 +251,8 @@ class Store:
         config = parse_config(raw.config, max_bytes=self.limits.files.config_bytes)
         del config  # only that it is one: what a layout asks of it is checked when it is packed
         parse_shards(raw.shards, self.limits.files)
+        known = place.current is not None
+        self._give_up_idle(place)
         regions: list[Region] = []
         try:
             for shard in raw.shards:
@@ -268,9 +270,16 @@ class Store:
             old, place.current = place.current, made
             place.watch.trust(stamps)
             self._live.add(made)
-            self._counts["reloads" if old is not None else "loads"] += 1
+            self._counts["reloads" if known else "loads"] += 1
             if old is not None and not old.leases:
                 self._drop(old)
+
+    def _give_up_idle(self, place: _Place) -> None:
+        """Make room for what a place holds now: what it held is never opened again."""
+        with self._lock:
+            if place.current is not None and not place.current.leases:
+                self._drop(place.current)
+                place.current = None
 
     def _read(self, path: Path) -> tuple[RawAdapter, tuple[Row, ...] | None]:
         """All files as they were at one moment (same stamps before and after)."""
@@ -287,10 +296,10 @@ class Store:
         )
 
     @staticmethod
-    def _exact(path: Path) -> list[tuple[str, int, int, int]] | None:
+    def _exact(path: Path) -> list[Row] | None:
         try:
             return sorted(
-                (e.name, s.st_size, s.st_mtime_ns, s.st_ino)
+                (e.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
                 for e in path.iterdir()
                 if belongs(e.name)
                 for s in (e.stat(),)

@@ -28,7 +28,7 @@ from .threads import Threads
 _RACY_NS = 2_000_000_000
 
 #: What an unchanged source still looks like: files' stamps of a directory, else a digest.
-Signature = tuple[tuple[str, int, int, int], ...] | str
+Signature = tuple[tuple[str, int, int, int, int], ...] | str
 
 
 class Staged(Protocol):
@@ -85,8 +85,9 @@ def source_key(source: Any) -> Hashable:
 
 
 def directory_signature(path: Path, now_ns: int) -> Signature | None:
-    """Name, size, mtime and inode of every file a directory adapter is read from; ``None`` when the
-    files are too young to trust, or cannot be read."""
+    """Name, size, times and inode of every file a directory adapter is read from; ``None`` when the
+    files are too young to trust, or cannot be read. Whoever writes a file may set its mtime as it
+    was; its ctime tells of it."""
     rows = []
     try:
         with os.scandir(path) as entries:
@@ -95,7 +96,8 @@ def directory_signature(path: Path, now_ns: int) -> Signature | None:
                     stat = entry.stat()
                     if now_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) < _RACY_NS:
                         return None
-                    rows.append((entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+                    times = stat.st_mtime_ns, stat.st_ctime_ns
+                    rows.append((entry.name, stat.st_size, *times, stat.st_ino))
     except OSError:
         return None
     return tuple(sorted(rows)) or None

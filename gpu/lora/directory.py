@@ -279,7 +279,9 @@ class _Reader:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    # Copying tools set the mtime of what they wrote; nobody sets a ctime.
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, *times
 
 
 def _changed(name: str) -> StagingError:

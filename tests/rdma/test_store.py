@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rota.errors import CapacityError, DeviceError, InternalError, RejectError, RotaError
+from rota.gpu.lora.directory import read_directory
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
 from rota.rdma.layouts import layout_of, layout_spec
@@ -160,6 +161,48 @@ def test_the_budget_holds_and_forgets_the_oldest(kit: Any, tmp_path: Path) -> No
     assert store.counters()["evictions"] == 1
     assert store.counters()["region_bytes"] <= store.limits.budget
     assert len(registrar.now) == store.counters()["generations"] == 2
+
+
+def test_a_new_version_takes_the_room_of_an_idle_old_one(kit: Any, folder: Path) -> None:
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    store = Store({"one": folder}, StoreLimits(budget=size + size // 2))
+    old = store.open("one")
+    kit.write(folder, kit.small, seed=5)
+    assert code(store.open, "one") == "peer-memory-full"  # the old one is in use
+    assert not old.shards[0].closed
+    store.release(old)
+    new = store.open("one")
+    assert new.digest != old.digest and old.shards[0].closed
+    assert store.counters()["reloads"] == 1 and store.counters()["region_bytes"] == size
+    store.release(new)
+    store.close()
+
+
+def test_files_written_while_read_with_their_time_set_are_read_again(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (kit.write(tmp_path / n, kit.small, seed=i) for i, n in enumerate("ab"))
+    store = Store({"one": one})
+    real, reads = read_directory, 0
+
+    def read(path: Path, limits: Any) -> Any:
+        nonlocal reads
+        made, reads = real(path, limits), reads + 1
+        file = one / "adapter_model.safetensors"
+        was = file.stat()
+        if reads == 1:
+            file.write_bytes((two / file.name).read_bytes())
+            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+            while file.stat().st_ctime_ns == was.st_ctime_ns:
+                os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+        return made
+
+    monkeypatch.setattr("rota.rdma.store.read_directory", read)
+    generation = store.open("one")
+    assert reads == 2
+    assert generation.digest == DirectorySource(two).read(store.limits.files).digest()
+    store.release(generation)
+    store.close()
 
 
 def test_what_the_device_refuses_is_served_by_tcp(kit: Any, folder: Path) -> None:
