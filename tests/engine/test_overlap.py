@@ -137,7 +137,7 @@ async def test_the_accelerators_runner_too(llama: Any, monkeypatch: pytest.Monke
     """With torch on the CPU. A row's last bits may depend on its batch there, and its batch on
     when a request came: ids and reasons are equal, log-probabilities close."""
 
-    def load(config: EngineConfig, model_dir: Path) -> TorchRunner:
+    def load(config: EngineConfig, model_dir: Path, told: object) -> TorchRunner:
         return TorchRunner.load(
             model_dir,
             HostDevice(allow_foreign=True),
