@@ -251,6 +251,7 @@ class StepRunner:
             if getattr(error, "code", None) in ("device-dead", "device-closed"):
                 raise
             logger.warning("decode steps run without graphs from now on: %s", error)
+            self._device.synchronize(self._stream)  # a step in flight may replay one
             self._drop_graphs()
             self._decode(bucket, span, case)
 

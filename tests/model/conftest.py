@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rota.gpu.decorators import TracingDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.annex import ANNEX_ALIGN
 from rota.gpu.lora.image import SlotImage
@@ -141,3 +142,46 @@ def reference(data_dir: Path) -> Callable[[str], dict[str, Any]]:
         return found
 
     return read
+
+
+@pytest.fixture(params=["host", "driver"])
+def machine(request: pytest.FixtureRequest) -> str:
+    """What `traced` runs on: the host in place of an accelerator, or the test driver."""
+    return str(request.param)
+
+
+@pytest.fixture
+def traced(
+    machine: str, request: pytest.FixtureRequest, data_dir: Path
+) -> Iterator[Callable[..., Any]]:
+    """``traced(family, wrap, **options)``: a `TorchRunner` on a checked device, inside ``wrap``,
+    with ``.trace``, the device's calls, and ``.driver``; leaves nothing behind."""
+    opened: list[tuple[Any, Any]] = []
+    cuda = request.getfixturevalue("cuda_machine") if machine == "driver" else None
+    if cuda is not None and cuda.fake is None:
+        pytest.skip("runs torch on the test driver")
+    driver = None if cuda is None else cuda.fake.reset()
+
+    def load(family: str, wrap: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+        inner: Any = HostDevice(checked=True, allow_foreign=True)
+        space = None
+        if cuda is not None:
+            from rota.gpu.fakecuda.torch_queue import QueueSpace
+
+            inner = cuda.open(checked=True)
+            space = QueueSpace(inner, driver)
+        trace: list[str] = []
+        device = TracingDevice(inner if wrap is None else wrap(inner), trace.append)
+        folder = data_dir / "oracle" / family / "base"
+        runner: Any = TorchRunner.load(folder, device, RunnerOptions(**options), space=space)
+        opened.append((runner, space))
+        runner.trace, runner.driver = trace, driver
+        return runner
+
+    yield load
+    for runner, space in opened:
+        runner.close()
+        if space is not None:
+            space.close()
+    if driver is not None:
+        assert driver.live() == {}, driver.story
