@@ -136,7 +136,7 @@ class StepRunner:
     def warm(self, every_group: bool) -> None:
         """Run the one-row batch eagerly, with all LoRA kernels or none."""
         self._send([1], [-1], [], padded=1, twin=0)
-        self._plan(1, 0)
+        self._attention.plan(self.arrays.host(1, 0))
         self._decode(1, 1, "tokens" if every_group else "none")
 
     def needs_tokens(self, slots: frozenset[int]) -> bool:
@@ -172,7 +172,7 @@ class StepRunner:
         if bucket is None or bucket > self._rows:
             return self._mixed(rows, n, slots, overlaid, sampling, at_tokens, twin)
         self._send([1] * n, self._batch.slots, [], at_tokens, padded=bucket, twin=twin)
-        self._plan(bucket, twin)
+        self._attention.plan(self.arrays.host(bucket, twin))
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         case: Case = "none"
         if self._adapters is not None and slots != {-1}:
@@ -206,10 +206,9 @@ class StepRunner:
         padded: int,
         twin: int,
     ) -> tuple[Chunk, ...]:
-        assert self._arrays is not None
         kernel_slots, chunks = split_rows(lengths, slots)
         states = self._states
-        self._arrays.send(
+        self.arrays.send(
             self._batch,
             twin=twin,
             n=len(kernel_slots),
@@ -227,10 +226,6 @@ class StepRunner:
         return chunks
 
     # Decode steps
-
-    def _plan(self, bucket: int, twin: int) -> None:
-        assert self._arrays is not None
-        self._attention.plan(self._arrays.host(bucket, twin))
 
     def _replay(self, bucket: int, span: int, case: Case) -> None:
         key = GraphKey("decode", bucket, case, 1, span)
@@ -257,8 +252,7 @@ class StepRunner:
 
     def _decode(self, rows: int, span: int, case: Case) -> None:
         """Queue a padded decode step over ``span`` blocks (0: all); nothing depends on values."""
-        arrays, sampler = self._arrays, self._sampler
-        assert arrays is not None and sampler is not None
+        arrays, sampler = self.arrays, self.sampler
         tables, lens = arrays.tables[:rows, : span or self._blocks], arrays.lens[:rows]
         attend = self._attention.decode(tables, lens, self._kv.zero_cell)
         plan, tokens = None, arrays.tokens(rows)
@@ -299,16 +293,15 @@ class StepRunner:
     ) -> StepDeltas | None:
         if self._adapters is None or self._views is None or (plan is None and not chunks):
             return None
-        assert self._arrays is not None
         return StepDeltas(
             self._adapters.pool,
             self._views,
             self._space,
             self._stream,
             plan,
-            self._arrays.row_slots,
+            self.arrays.row_slots,
             chunks,
-            self._arrays.slots[:n],
+            self.arrays.slots[:n],
             experts,
             shifted,
         )
@@ -325,8 +318,7 @@ class StepRunner:
         fed: Sequence[tuple[int, int]],
         twin: int,
     ) -> tuple[torch.Tensor | None, list[int]]:
-        arrays, sampler, model = self._arrays, self._sampler, self._model
-        assert arrays is not None and sampler is not None
+        arrays, sampler, model = self.arrays, self.sampler, self._model
         picked = [self._batch.last[i] for i in sampling]
         by_kind = StepRows.of(rows)
         lengths = by_kind.lengths
@@ -376,8 +368,7 @@ class StepRunner:
         logits = self._logits[: len(picked)]
         logits.copy_(model.head(states))
         if overlaid and self._overlays is not None:
-            own_slots = [rows[i].slot for i in sampling]
-            self._overlays.logits(overlaid, own_slots, states, logits)
+            self._overlays.logits(overlaid, [rows[i].slot for i in sampling], states, logits)
         if own is not None and matrices is not None:
             sampled = own.index_select(0, which)
             matrices.add_head(changed, states, logits, sampled.data_ptr())
