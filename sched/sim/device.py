@@ -344,7 +344,7 @@ class SimStager:
             raise StagingError("cancelled", code="stage-cancelled")
         if source.error is not None:
             raise source.error
-        signature = None if source.path is None else ((source.path, source.nbytes, 0, 0),)
+        signature = None if source.path is None else ((source.path, source.nbytes, 0, 0, 0),)
         cached = self._known.get(source, -1)
         if cached in self.images:
             return StageOutcome(self.images[cached], cached, signature, source)
