@@ -144,7 +144,7 @@ def stage(
                 intake.recipe.image_of(packed, name), intake.recipe.report_of(seconds), name
             )
     if raw is None:
-        raw = source.read(limits.files)
+        raw = cast(AdapterSource, source).read(limits.files)
     phase_done()
     # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.
     with ThreadPoolExecutor(1, thread_name_prefix="rota-digest") as beside:

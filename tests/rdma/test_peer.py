@@ -23,6 +23,7 @@ from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StagedAdapter, StageLimits, stage
+from rota.gpu.model.config import load_config
 from rota.rdma import hashes, landing
 from rota.rdma import messages as m
 from rota.rdma.address import parse_address, parse_peer_url
@@ -109,6 +110,41 @@ def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed:
         same(stage(source, layout, base_rows=Ones()), disk)
         landed += 1
     assert landed >= 5 and refused >= 5
+
+
+@pytest.mark.parametrize("along", [True, False])
+def test_annexes_land_as_from_disk_or_are_refused_as_from_disk(
+    kit: Any, serve: Any, along: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of several sizes for one layout, with and without an answer that brings them."""
+    if not along:
+        monkeypatch.setattr(landing, "_ANNEX_ALONG", 0)
+    root = kit.root / "tests/data/oracle/qwen35_moe"
+    names = ("experts", "experts_down_only", "experts_router_attn", "router")
+    running = serve({name: root / "adapters" / name for name in names})
+    dims = load_config(root / "base").to_lora_dims(expert_adapters=True)
+    layout = SlotLayout(dims, 8, Elem.F32, affine=True)
+    sizes = set()
+    for name in names:
+        disk = stage(DirectorySource(root / "adapters" / name), layout)
+        source = Peer(running.address, name, secret=kit.secret, packed="always")
+        for _ in range(2):  # packed when it is asked for, then there already
+            found = stage(source, layout)
+            same(found, disk)
+            assert "audit" not in found.report.seconds
+        memory = bytearray(disk.image.nbytes + 1000)
+        lent = stage(source, layout, buffer=memory).image
+        assert lent.lent and bytes(memory[: lent.nbytes]) == disk.image.buffer.tobytes()
+        annex = disk.image.annex_bytes
+        assert found.image.annex_bytes == found.report.annex_bytes == annex
+        sizes.add(annex)
+        if annex:
+            limits = StageLimits(annex_bytes=annex - 1)
+            error = refusal(lambda s=source, y=limits: stage(s, layout, y))
+            folder = DirectorySource(root / "adapters" / name)
+            assert error.code == "annex-exceeds-arena"
+            assert str(error) == str(refusal(lambda f=folder, y=limits: stage(f, layout, y)))
+    assert len(sizes) == 3 and 0 in sizes
 
 
 def test_whole_matrices_need_the_engines_base(kit: Any, serve: Any) -> None:
