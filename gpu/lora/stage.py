@@ -144,7 +144,8 @@ def stage(
                 intake.recipe.image_of(packed, name), intake.recipe.report_of(seconds), name
             )
     if raw is None:
-        raw = cast(AdapterSource, source).read(limits.files)
+        # pyright: what hasattr tells of a union is not followed there.
+        raw = source.read(limits.files)  # pyright: ignore[reportAttributeAccessIssue]
     phase_done()
     # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.
     with ThreadPoolExecutor(1, thread_name_prefix="rota-digest") as beside:
