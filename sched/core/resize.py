@@ -201,6 +201,8 @@ def built(state: State, event: RelayoutDone) -> None:
     state.unsettled = True
     if new_layout:
         _forget_images(state)
+    for entry in state.names.names.values():
+        entry.failed = None  # the new pool may hold what the old one could not
     if given_up:
         return
     for version in residents[: resizing.max_loras]:

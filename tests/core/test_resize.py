@@ -244,3 +244,20 @@ def test_a_pool_is_resized_within_what_an_engine_starts_with() -> None:
     for name in most:
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(most | {name: most[name] + 1}, EngineConfig)
+
+
+def test_what_the_old_pool_could_not_hold_is_tried_again_in_the_new_one(world: World) -> None:
+    w = world(max_loras=1)
+    w.load("a", 1)
+    w.command(ev.Register, "b", 2)
+    w.submit(1, "b", n=2)
+    w.send(ev.Plan())
+    assert w.run_stage(fail="rank-too-large")
+    w.submit(2, "b", n=2)
+    assert w.ended[1].failure.code == w.ended[2].failure.code == "rank-too-large"
+    resize(w, 2, 128)
+    w.settle()
+    w.submit(3, "b", n=2)
+    w.settle()
+    assert w.now < 1.0, "a failure is remembered longer than all this took"
+    assert w.ended[3].reason == "length"
