@@ -26,7 +26,8 @@ OK, REFUSED, UNREADABLE = 0, 1, 2
 
 
 def _parser(*, replay: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:
-    """``replay``: what has that command's flags, if they are of interest."""
+    """``replay``: what has that command's flags, for completion, which also offers the values of
+    options that take one of a few."""
     parser = argparse.ArgumentParser(
         prog="rota",
         description="Serve one base LLM with many LoRA adapters, and change them while it serves.",
@@ -55,7 +56,7 @@ def _parser(*, replay: Sequence[argparse.ArgumentParser] = ()) -> argparse.Argum
     demo.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the base model (default: 1)"
     )
-    add_serve_parser(commands)
+    add_serve_parser(commands, offer=bool(replay))
     add_inspect_parser(commands)
     add_peer_parser(commands)
     add_top_parser(commands)

@@ -6,13 +6,16 @@ takes any way to start a request, so a real engine is measured by the same code.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 
 from ...errors import RotaError
 from ..core import Core, CoreConfig, Stats
@@ -78,23 +81,25 @@ def _ms(three: tuple[float, float, float]) -> str:
     return " / ".join(f"{value * 1000:.1f} ms" for value in three)
 
 
-def _spread(values: list[float]) -> tuple[float, float, float]:
+def _spread(values: array[float]) -> tuple[float, float, float]:
+    """Sorts ``values`` where they are."""
     if not values:
         return (0.0, 0.0, 0.0)
-    values.sort()
+    np.frombuffer(values, np.float64).sort()
     last = len(values) - 1
     return values[last // 2], values[int(last * 0.99)], values[last]
 
 
 class Watch:
-    """Collects what callers see. ``clock``: seconds."""
+    """Collects what callers see. ``clock``: seconds. Keeps 8 bytes a token, the gap before it, for
+    exact quantiles in the end, and nothing else that grows with what was read."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.begin = clock()
         self.ends: Counter[str] = Counter()
-        self.ttft: list[float] = []
-        self.gaps: list[float] = []
+        self.ttft = array("d")
+        self.gaps = array("d")
         self.tokens = 0
 
     async def read(self, start: Callable[[], GenerationLike], limit: int = 0) -> None:
@@ -110,7 +115,7 @@ class Watch:
                     self.ttft.append(now - began)
                 elif count:
                     self.gaps.append(now - last)
-                    self.gaps += [0.0] * (count - 1)
+                    self.gaps.extend(repeat(0.0, count - 1))
                 last, seen = now, seen + count
                 if events[-1].finish_reason is not None:
                     self.ends[events[-1].finish_reason] += 1

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def add_serve_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add ``serve`` to the command line's subparsers."""
+def add_serve_parser(subparsers: Any, *, offer: bool = False) -> argparse.ArgumentParser:
+    """Add ``serve`` to the command line's subparsers. ``offer``: see :func:`.options.add_flags`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "serve",
         help="serve a model over OpenAI's API, or an engine process's",
@@ -44,7 +44,7 @@ def add_serve_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="store_true", help="print the options as they would be used, and stop"
     )
-    add_flags(parser)
+    add_flags(parser, offer=offer)
     return parser
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import msgspec.inspect
 
 from ...errors import CommandError, RequestError
 from ...rdma.address import SCHEME, parse_peer_url
@@ -147,14 +148,17 @@ _FLAGS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each option, in three groups. Values stay text until :func:`read_options`."""
+def add_flags(parser: argparse.ArgumentParser, *, offer: bool = False) -> None:
+    """One flag for each option, in three groups. Values stay text until :func:`read_options`.
+    ``offer``: say which values there are where they are few, for tab completion; not to parse by,
+    since a wrong value is refused by its code."""
     for title, kind in (
         ("serving", ServeConfig),
         ("HTTP", HttpSettings),
         ("engine", EngineConfig),
     ):
         group = parser.add_argument_group(title)
+        values = _few_values(kind) if offer else {}
         for name in kind.__struct_fields__:
             if name == "model":
                 continue
@@ -164,9 +168,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 dest=name,
                 default=None,
                 action="append" if repeat else "store",
+                choices=values.get(name),
                 metavar="NAME=SOURCE" if name in _PAIRS else _metavar(name),
                 help=HELP[name],
             )
+
+
+def _few_values(kind: type[msgspec.Struct]) -> dict[str, tuple[str, ...]]:
+    """The fields that take one of a few words, and those."""
+    few: dict[str, tuple[str, ...]] = {}
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        match field.type:
+            case msgspec.inspect.LiteralType(values=values):
+                few[field.name] = tuple(map(str, values))
+            case msgspec.inspect.BoolType():
+                few[field.name] = ("true", "false")
+    return few
 
 
 def _metavar(name: str) -> str:

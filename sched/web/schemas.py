@@ -17,6 +17,17 @@ from ..face import DEFAULT, Default
 from .failures import ParamError
 
 _MASK = (1 << 64) - 1
+#: Fields that go to the sampler under their own names.
+_AS_THEY_ARE = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
 _MAX_LOGPROBS = 20
 
 
@@ -196,10 +207,7 @@ def sampling_of(body: _Common, n: int, room: int) -> SamplingParams:
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.seed is not None:
         given["seed"] = body.seed & _MASK
-    for name in (
-        "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens "
-        "ignore_eos"
-    ).split():
+    for name in _AS_THEY_ARE:
         value = getattr(body, name)
         if value is not None:
             given[name] = value

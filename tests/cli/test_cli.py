@@ -167,6 +167,10 @@ def test_completion_knows_commands_and_flags(shell: str, capsys: Any) -> None:
         ("rota replay --ag", {"--against"}),
         ("rota replay --against ", {"core", "sim", "real"}),
         ("rota completion z", {"zsh"}),
+        ("rota serve --dtype ", {"auto", "bfloat16", "float32"}),
+        ("rota serve model --device c", {"cpu", "cuda"}),
+        ("rota serve --log-level w", {"warning"}),
+        ("rota serve --http ", {"true", "false"}),
         ("rota top --max-loras", set()),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -46,6 +48,28 @@ class World:
 
 
 Serving = Callable[..., AbstractAsyncContextManager[World]]
+
+
+@asynccontextmanager
+async def _process(script: str, *words: object) -> AsyncIterator[anyio.abc.Process]:
+    command = [sys.executable, str(Path(__file__).parent / script), *map(str, words)]
+    child = await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None)
+    try:
+        assert child.stdout is not None
+        assert (await child.stdout.receive()).strip() == b"ready"
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+        await child.aclose()
+
+
+@pytest.fixture
+def process() -> Callable[..., AbstractAsyncContextManager[anyio.abc.Process]]:
+    """A script of this folder, run with these arguments, that has said it is ready; killed at the
+    end."""
+    return _process
 
 
 @pytest.fixture

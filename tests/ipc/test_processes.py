@@ -6,10 +6,8 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +20,6 @@ from rota.sched.ipc.client import Backoff
 from rota.sched.sim.engine import sim_content, sim_text
 
 pytestmark = pytest.mark.anyio
-HERE = Path(__file__).parent
-
-
-@asynccontextmanager
-async def process(script: str, address: Any) -> AsyncIterator[anyio.abc.Process]:
-    """A script that has said it is ready; killed at the end."""
-    command = [sys.executable, str(HERE / script), str(address)]
-    child = await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None)
-    try:
-        assert child.stdout is not None
-        assert (await child.stdout.receive()).strip() == b"ready"
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
-        await child.aclose()
 
 
 def running_tasks() -> list[Any]:
@@ -51,7 +32,7 @@ def params(n: int = 8) -> rota.SamplingParams:
 
 
 async def test_a_killed_engine_ends_streams_by_name_and_a_new_one_is_found(
-    tmp_path: Path,
+    tmp_path: Path, process: Any
 ) -> None:
     address = tmp_path / "rota.sock"
     backoff = Backoff(first_s=0.02, most_s=0.1)
@@ -71,7 +52,7 @@ async def test_a_killed_engine_ends_streams_by_name_and_a_new_one_is_found(
                 assert await engine.complete([1], None, params()) == sim_text("base", 1, 8)
 
 
-async def test_a_killed_frontend_loses_its_own_streams_only(serving: Any) -> None:
+async def test_a_killed_frontend_loses_its_own_streams_only(serving: Any, process: Any) -> None:
     async with serving(engine={"step_s": 0.0005}) as world, world.connect() as mine:
         kept = mine.generate([1], None, params(400))
         async with process("frontend_process.py", world.address) as other:
@@ -83,7 +64,9 @@ async def test_a_killed_frontend_loses_its_own_streams_only(serving: Any) -> Non
         assert world.server.connections == 1
 
 
-async def test_frontends_killed_at_any_moment_under_load_cost_nobody_else(serving: Any) -> None:
+async def test_frontends_killed_at_any_moment_under_load_cost_nobody_else(
+    serving: Any, process: Any
+) -> None:
     rng = random.Random(11)
     async with serving(engine={"step_s": 0.0005}) as world, AsyncExitStack() as stack:
         mine = await stack.enter_async_context(world.connect())
@@ -115,7 +98,9 @@ async def test_frontends_killed_at_any_moment_under_load_cost_nobody_else(servin
         assert world.server.connections == 1 and not moments
 
 
-async def test_an_engine_killed_at_any_moment_ends_what_it_had_and_no_more(tmp_path: Path) -> None:
+async def test_an_engine_killed_at_any_moment_ends_what_it_had_and_no_more(
+    tmp_path: Path, process: Any
+) -> None:
     rng = random.Random(12)
     address = tmp_path / "rota.sock"
     backoff = Backoff(first_s=0.02, most_s=0.1)

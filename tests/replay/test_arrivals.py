@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 from rota.errors import RequestError
 from rota.sched.core import CoreConfig
+from rota.sched.core import effects as fx
+from rota.sched.core import events as ev
 from rota.sched.replay.arrivals import (
     Arrival,
     controls,
@@ -119,6 +123,31 @@ def test_a_thousand_adapters_in_32_slots(traces: Path) -> None:
     assert report.ends == {"length": 250}
     assert report.stats is not None and report.stats.evicted > 60
     assert report.ttft[2] < 1.0 and report.gap[2] < 0.05
+
+
+def test_memory_does_not_grow_with_the_trace() -> None:
+    """Bursts that end before the next begins. Once every bounded thing is full (the prefix cache
+    has a node for each of 256 blocks, the log its 64 lines), nothing more is held than before:
+    not the requests, their tokens, effects, images or streams. Names are known from the start."""
+    config = msgspec.structs.replace(CONFIG, num_blocks=256, log_size=64, max_loras=4)
+    load = [
+        Arrival(60.0 * burst, f"a{(burst * 7 + i) % 12}", 40 + i, 20)
+        for burst in range(60)
+        for i in range(12)
+    ]
+    held: list[int] = []
+    moments = [60.0 * 20, 60.0 * 59]
+
+    def count(event: ev.Event, effects: list[fx.Effect], now: float) -> None:
+        if isinstance(event, ev.Submit) and moments and now >= moments[0]:
+            moments.pop(0)
+            gc.collect()
+            held.append(sys.getallocatedblocks())
+
+    report = run_simulated(load, config, observers=(count,))
+    assert report.ends == {"length": len(load)}
+    # 468 requests: one object kept of each, or one of every second token, would be far more.
+    assert held[1] - held[0] < 234
 
 
 def test_prompts_begin_alike_as_far_as_their_prefix_ids_do() -> None:

@@ -317,7 +317,7 @@ async def test_a_thousand_connections_come_and_go_and_leave_nothing(serving: Any
         held = blocks()
         await cycle(500)
         await flat(descriptors, before)
-        await flat(blocks, held + 250)
+        await flat(blocks, held + 125)
         assert len(anyio.get_running_tasks()) <= tasks
         assert len(gc.get_objects()) < objects + 1000
 
