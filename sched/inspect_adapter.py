@@ -20,9 +20,9 @@ from ..gpu.lora.config import PeftConfig, parse_config
 from ..gpu.lora.inspection import (
     StandIn,
     engine_options,
-    least_annex,
     guess_layout,
     has_token_factors,
+    least_annex,
     module_rows,
     needs_model,
     own_bytes,

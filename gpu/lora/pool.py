@@ -1,8 +1,8 @@
 """The pool: one device allocation that holds every slot and the arena, and the tables kernels read.
 
 What it owns: the memory of slots and annexes, the pair tables, the overlay counts and the row->slot
-buffer, all at addresses that never change while the pool is open. Called by the device thread only, but for
-`land`.
+buffer, all at addresses that never change while the pool is open. Called by the device thread only,
+but for `land`.
 
 Which part of the arena an annex gets is told it with the commit; that it lies in the arena and over
 nobody else's is checked.

@@ -144,7 +144,7 @@ def stage(
                 intake.recipe.image_of(packed, name), intake.recipe.report_of(seconds), name
             )
     if raw is None:
-        # pyright: what hasattr tells of a union is not followed there.
+        # What hasattr tells of a union one checker follows, and the other does not.
         raw = source.read(limits.files)  # pyright: ignore[reportAttributeAccessIssue]
     phase_done()
     # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.

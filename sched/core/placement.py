@@ -1,5 +1,5 @@
-"""Placing: which slot and which part of the arena a staged adapter gets, when a busy slot is drained
-for it, and the commit.
+"""Placing: which slot and which part of the arena a staged adapter gets, when a busy slot is
+drained for it, and the commit.
 
 Slots go to jobs in the order they began to wait. A victim is reserved when it is chosen.
 """

@@ -12,7 +12,7 @@ from .tables import SeqState
 
 class SlotStats(msgspec.Struct, frozen=True):
     """``name`` and ``generation`` of the version the slot holds (``None``, 0 when it has none).
-    ``coming``: the name it is being written or drained for. ``annex``: bytes it has in the arena."""
+    ``coming``: the name it is being written or drained for. ``annex``: its bytes in the arena."""
 
     index: int
     state: str
@@ -26,8 +26,7 @@ class SlotStats(msgspec.Struct, frozen=True):
 
 
 class ArenaStats(msgspec.Struct, frozen=True):
-    """Bytes of the annex arena. ``largest_hole``: what one adapter could have without an eviction.
-    """
+    """Bytes of the arena. ``largest_hole``: what one adapter could have without an eviction."""
 
     total: int = 0
     used: int = 0
@@ -69,10 +68,10 @@ class Stats(msgspec.Struct, frozen=True):
     ``snapshots_total``: states that a request may begin with behind a cached prefix.
     ``spilled``: those of ``preempted`` that were copied there.
     ``evicted``: versions that were overwritten in their idle slot, or had to leave the arena; of
-    these ``overwritten`` by their own name's next version and ``swapped`` by a swap. ``drained``: busy slots that were
-    emptied for a waiting adapter. ``slot_wait_s``: what commits have waited for their slots, added
-    up. ``steps_ahead``: those of ``steps`` that were planned while another was in flight.
-    ``wasted_rows``: rows whose sequence had ended before their step was over.
+    these ``overwritten`` by their own name's next version and ``swapped`` by a swap. ``drained``:
+    busy slots that were emptied for a waiting adapter. ``slot_wait_s``: what commits have waited
+    for their slots, added up. ``steps_ahead``: those of ``steps`` that were planned while another
+    was in flight. ``wasted_rows``: rows whose sequence had ended before their step was over.
     ``prefix``: of all requests, ``base_prefix``: of those without an adapter. ``times``: filled
     in by who has a clock. ``dead``: why nothing is served any more, once the device is dead."""
 

@@ -59,7 +59,9 @@ class Annexes:
         self._need(inside, "arena", f"{who} at {begin}..{end} of {self._total}")
         for other, (first, last) in self._held.items():
             apart = end <= first or last <= begin
-            self._need(apart, "arena", f"{who} at {begin}..{end} over slot {other}'s {first}..{last}")
+            self._need(
+                apart, "arena", f"{who} at {begin}..{end} over slot {other}'s {first}..{last}"
+            )
         self._held[slot] = begin, end
         self.given.add((round(now, 6), effect.name))
 

@@ -90,8 +90,9 @@ class SimOutput(msgspec.Struct, frozen=True):
 class SimExecutor:
     """The runner's interface. Refuses what the real one must refuse: a step that reads an empty
     slot, a sequence that was never opened, a block written by one row that another has in its
-    table, an annex written over a resident one or past the arena's end; with ``kv``, also a block that does not hold what is read from it; with ``states`` too, a
-    row that does not begin with exactly the state of the tokens before it."""
+    table, an annex written over a resident one or past the arena's end; with ``kv``, also a block
+    that does not hold what is read from it; with ``states`` too, a row that does not begin with
+    exactly the state of the tokens before it."""
 
     def __init__(
         self,

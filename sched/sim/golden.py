@@ -17,9 +17,7 @@ from .scenario import Action, Ask, Do, Fault, Scenario, Shut, SourceSpec
 from .world import run_scenario
 
 
-def _source(
-    content: str, seconds: float = 0.05, error: str = "", annex: int = 0
-) -> SourceSpec:
+def _source(content: str, seconds: float = 0.05, error: str = "", annex: int = 0) -> SourceSpec:
     return SourceSpec(content, seconds, error, annex=annex)
 
 
