@@ -122,7 +122,12 @@ def _emptied(
             slots.drain(slot, job.id)
         elif idle(index) is not None:
             evict(state, slot, job)
-    return None if slots.arena.inside(window) else window
+    if not slots.arena.inside(window):
+        return window
+    if job.target >= 0 and idle(job.target) is not None:
+        # Or the slot would be leased anew before the window is empty, and drained after it.
+        evict(state, slots[job.target], job)
+    return None
 
 
 def evict(state: State, slot: Slot, job: Job) -> None:

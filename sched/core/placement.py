@@ -78,18 +78,20 @@ def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Place:
     if current is not None and current.slot >= 0 and not adapters.is_fresh(entry, job):
         # The version still drains from another slot; two slots never hold one version.
         return _NOWHERE
+    ready = True
     if job.target >= 0:
         slot = slots[job.target]
         if slot.state is SlotState.IN_USE:
             _drain(state, slot, job)
-        if slot.state not in (SlotState.EMPTY, SlotState.READY):
+        ready = slot.state in (SlotState.EMPTY, SlotState.READY)
+        if not ready and job.annex == 0:
             return _NOWHERE
     own = _own(entry, job)
     extent = None
     if job.annex:
         due = _due(state, job)
         extent = annex.extent_for(state, job, own, lambda slot: _kept(state, job, slot), due)
-        if extent is None:
+        if extent is None or not ready:  # the arena is emptied while the slot drains
             return _NOWHERE
     if job.target >= 0:
         return slots[job.target], extent

@@ -280,6 +280,29 @@ def test_a_swap_waits_for_its_slot_and_the_arena(world: World) -> None:
     assert reply.failure is None and reply.slot == 0 and held(w) == {"c": 100}
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_swap_has_its_slot_and_the_arena_emptied_at_once(world: World, busy: bool) -> None:
+    """Not one after the other; and an idle target is not leased anew while others drain."""
+    w = world(max_loras=3, arena_bytes=300, drain_after_s=0.0, num_blocks=256)
+    load(w, "a", 180)
+    load(w, "b", 120)
+    w.submit(1, "a", n=12)
+    if busy:
+        w.submit(2, "b", n=12)
+    step(w)
+    command = ask_for(w, ev.Swap, "c", 180, 1)
+    for _ in range(5):
+        step(w)
+    assert w.core.stats().slots[0].state == "DRAINING" and command not in w.replies
+    w.submit(3, "b", n=40)
+    while 1 not in w.ended:
+        step(w)
+    step(w)
+    assert w.replies[command].failure is None and w.replies[command].slot == 1
+    w.settle()
+    assert w.ended[3].reason == "length"
+
+
 def test_a_resize_makes_the_arena_anew(world: World) -> None:
     w = world(max_loras=2, arena_bytes=100)
     load(w, "a", 60)
