@@ -95,7 +95,11 @@ def _slot_for(state: State, entry: Name, job: Job, drained: set[int]) -> Place:
             return _NOWHERE
     if job.target >= 0:
         return slots[job.target], extent
+    claim = slots.arena.claim
     reserved = {j.target for j in state.placing.values() if j.target >= 0}
+    if claim is not None and claim.job == job.id:
+        # A swap into the slot may itself wait for what is claimed: the claim goes first.
+        reserved = set()
     if extent is not None and (own := _own(entry, job)) < 0:
         # Who is in the way of the annex goes in any case; so take such a one's slot.
         idle = [slots[i] for i in slots.arena.inside(extent) if i not in reserved]

@@ -280,6 +280,21 @@ def test_a_swap_waits_for_its_slot_and_the_arena(world: World) -> None:
     assert reply.failure is None and reply.slot == 0 and held(w) == {"c": 100}
 
 
+def test_a_swap_into_the_only_slot_does_not_wait_for_one_that_waits_for_it(world: World) -> None:
+    w = world(max_loras=1, arena_bytes=100, drain_after_s=0.5, num_blocks=256)
+    load(w, "a", 60)
+    w.submit(1, "a", n=12)
+    step(w)
+    big = ask_for(w, ev.Load, "big", 100)
+    for _ in range(6):
+        step(w)
+    assert w.core.stats().slots[0].state == "DRAINING"
+    swap = ask_for(w, ev.Swap, "c", 60, 0)
+    w.settle()
+    assert w.replies[big].failure is None and w.replies[swap].failure is None
+    assert w.ended[1].reason == "length" and held(w) == {"c": 60}
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_swap_has_its_slot_and_the_arena_emptied_at_once(world: World, busy: bool) -> None:
     """Not one after the other; and an idle target is not leased anew while others drain."""

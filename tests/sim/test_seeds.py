@@ -43,6 +43,13 @@ def test_a_base_sequence_back_in_the_step_that_put_it_back_had_its_turn(seed: in
     assert not failed, report(failed[0])
 
 
+@pytest.mark.parametrize("seed", [2423, 5963, 9123])
+def test_who_has_the_claim_takes_the_slot_of_a_swap_that_waits_for_the_claim(seed: int) -> None:
+    """Once each waited for what the other had."""
+    failed, _ = run_seeds([seed])
+    assert not failed, report(failed[0])
+
+
 def test_steps_overlap_in_crowds_and_end_unforeseen() -> None:
     ahead = steps = wasted = 0
     for seed in range(10):
