@@ -31,7 +31,7 @@ from ..gpu.lora.stage import Held, StagedAdapter, StageLimits, stage
 from . import messages as m
 from .address import parse_address
 from .frames2 import Times
-from .landing import Buffer, Carrier, ImageLanding, Progress, Wanted, checked
+from .landing import Buffer, Carrier, ImageLanding, Progress, Wanted, opened
 from .layouts import DigestedAdapter, HeldSource
 from .link import Link, SocketStream, Stream
 from .onesided import Cancelled, OneSided, OneSidedRails
@@ -122,7 +122,7 @@ class Peer:
             CapacityError: peer-busy, peer-memory-full.
             WireError: the peer breaks the protocol, or the secret is wrong.
         """
-        return self._over(None, lambda s: self._read_raw(s, self._open(s, limits)))
+        return self._over(None, lambda s: self._read_raw(s, opened(s, self.adapter, limits)))
 
     def stage_for(
         self,
@@ -179,7 +179,7 @@ class Peer:
         with ExitStack() as stack:
             landing, least = None, 0
             if self.packed == "never":
-                manifest = self._open(session, want.limits.files)
+                manifest = opened(session, self.adapter, want.limits.files)
             else:
                 least = 0 if self.packed == "always" else ceil(layout.slot_bytes / _PACKED_UP_TO)
                 landing = ImageLanding(carrier, self.adapter, least, want)
@@ -290,12 +290,6 @@ class Peer:
 
     def _carrier(self, session: Session) -> Carrier:
         return Carrier(session, self.times.stall, self.progress)
-
-    def _open(self, session: Session, limits: safefile.FileLimits) -> m.Manifest:
-        answer = session.link.call(m.Open(self.adapter))
-        manifest = checked(answer, self.adapter, limits)
-        session.opened.append(manifest.digest)
-        return manifest
 
     def _read_raw(self, session: Session, manifest: m.Manifest) -> DigestedAdapter:
         """Every shard, verified against the manifest's digest."""

@@ -70,6 +70,14 @@ def checked(manifest: m.Message, adapter: str, limits: safefile.FileLimits) -> m
     return manifest
 
 
+def opened(session: Session, adapter: str, limits: safefile.FileLimits) -> m.Manifest:
+    """Open the adapter, and no more; its manifest. Raises as `checked`, and RotaError as the peer
+    refuses."""
+    manifest = checked(session.link.call(m.Open(adapter)), adapter, limits)
+    session.opened.append(manifest.digest)
+    return manifest
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Carrier:
     """Moves bytes over one session: by its rails where they can read, else by its connection.
@@ -163,10 +171,14 @@ class ImageLanding:
 
     def ask(self) -> m.Manifest:
         """Open the adapter; the image comes along where it is packed already and nothing held can
-        stand for it."""
+        stand for it. Where something can, nothing is said of an image before `pack`."""
         layout, session, want = self._want.layout, self._session, self._want
+        if want.held is not None:
+            self._manifest = opened(session, self._adapter, want.limits.files)
+            self._told = want.clock()
+            return self._manifest
         room = 0
-        if session.rails is None and want.held is None:
+        if session.rails is None:
             limit = want.limits.annex_bytes
             annex = min(layout.max_annex_bytes, _ANNEX_ALONG)
             room = layout.slot_bytes + (annex if limit is None else min(annex, limit))
