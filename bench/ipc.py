@@ -103,6 +103,7 @@ class Pusher:
                     del self._open[stream]
                     stream.push_end("length", 0, None)
             due = max(due + self._step_s, now - self._step_s)
+            # The pace of steps that is simulated.
             await anyio.sleep(max(0.0, due - time.perf_counter()))
 
 

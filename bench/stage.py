@@ -223,7 +223,7 @@ def longest_stall(call: Callable[[], Any]) -> tuple[float, float]:
             group.start_soon(work)
             while True:
                 core, before = waited_for_core(), time.perf_counter()
-                await anyio.sleep(0.001)
+                await anyio.sleep(0.001)  # how much later than this is what is measured
                 late = time.perf_counter() - before - 0.001
                 worst = max(worst, (late * 1e3, (waited_for_core() - core) * 1e3))
 
@@ -289,7 +289,7 @@ def measure(
     row: dict[str, Any] = {"slot_mb": round(size / 1e6, 2), "repeats": repeats}
     row["digest alone ms"] = round(statistics.median(hashed), 3)
     del images, image
-    row["nothing staged"] = stalls(lambda: time.sleep(0.2))
+    row["nothing staged"] = stalls(lambda: time.sleep(0.2))  # a thread that does nothing
     print(
         f"{size / 1e6:8.1f} MB  digest alone {row['digest alone ms']} ms  {row['nothing staged']}"
     )

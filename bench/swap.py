@@ -83,7 +83,7 @@ async def replaces(
             for path in (second, first) if cached else ():
                 await engine.replace("hot", path)
             gaps.clear()
-            await anyio.sleep(1.0)
+            await anyio.sleep(1.0)  # a second of gaps with no replace in it
             quiet = statistics.median(g for _, g in gaps) if gaps else 0.0
             gaps.clear()
             window: list[tuple[float, float]] = []
@@ -104,7 +104,7 @@ async def replaces(
                 if reply.report is not None and not cached:
                     for name, seconds in reply.report.seconds.items():
                         phases.setdefault(name, []).append(seconds)
-                await anyio.sleep(0.05)
+                await anyio.sleep(0.05)  # so that one replace is over before the next
             tasks.cancel_scope.cancel()
     during = [g for t, g in gaps if any(b <= t and t - g <= e for b, e in window)]
     ms = partial(round, ndigits=2)

@@ -243,4 +243,4 @@ class Wire2:
     def _on_message(
         self, request: int, message: m.Message, payload: int, now: float
     ) -> Iterator[Event]:
-        raise NotImplementedError
+        raise NotImplementedError  # each end has its own

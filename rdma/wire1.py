@@ -149,11 +149,11 @@ class _Wire1:
         return len(self._in)
 
     def _next(self) -> Event | None:
-        raise NotImplementedError
+        raise NotImplementedError  # each end has its own
 
     def _waiting(self) -> bool:
         """This end has to speak next: bytes now are out of turn."""
-        raise NotImplementedError
+        raise NotImplementedError  # each end has its own
 
     def _may_end(self) -> bool:
         return self._step == "done"

@@ -84,7 +84,7 @@ class Threads:
             result, error = None, None
             try:
                 result = job.work()
-            except BaseException as raised:
+            except BaseException as raised:  # handed on to whoever gave the job
                 error = raised
             job.post(partial(job.arrive, result, error))
             del job, result, error  # keep nothing alive while waiting

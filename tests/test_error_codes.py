@@ -44,6 +44,7 @@ def places(trees: Trees) -> dict[str, int]:
                 fields = (part for part in node.body if isinstance(part, ast.AnnAssign))
                 names = [f.target.id for f in fields if isinstance(f.target, ast.Name)]
             if "code" in names and not isinstance(node, ast.Module):
+                # What has arguments and is no module has a name.
                 found[node.name] = names.index("code")  # type: ignore[attr-defined]
     return found
 

@@ -191,6 +191,7 @@ class LinearPacker:
                         n_out, k_in, sizes[-1] + 3, self.dtype, bias is not None
                     )
                     holds = check_row_invariance(self._build(probe, zero, plan), sizes, rows)
+            # What this torch or this processor has not.
             except (RuntimeError, AttributeError, NotImplementedError) as error:
                 logger.info("linear %dx%d: %s not usable: %s", n_out, k_in, plan, error)
                 continue

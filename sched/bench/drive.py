@@ -89,6 +89,7 @@ async def _open(target: Target, todo: Sequence[Ask], rate: float, rng: random.Ra
     async with anyio.create_task_group() as tasks:
         for ask in todo:
             due += rng.expovariate(rate)
+            # Arrivals have a pace of their own, whatever the answers take.
             await anyio.sleep(max(0.0, due - time.perf_counter()))
             ask.due = due
             tasks.start_soon(_one, target, ask)

@@ -165,7 +165,7 @@ class Client:
         while True:
             delay = self._backoff.delay(attempt, self._rng)
             self._lost = gone("the engine cannot be reached", delay)
-            await anyio.sleep(delay)
+            await anyio.sleep(delay)  # the back-off
             try:
                 return await self._dial()
             except RotaError as error:

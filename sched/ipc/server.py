@@ -94,7 +94,7 @@ class IpcServer:
                 stream = await listener.accept()
             except OSError as error:  # out of descriptors, say: those served go on
                 _log.error("accepting a frontend failed: %s", error)
-                await anyio.sleep(0.1)
+                await anyio.sleep(0.1)  # it would fail again at once
                 continue
             keep_alive(stream)
             tasks.start_soon(self.handle, stream)

@@ -61,7 +61,7 @@ class _Session(Generic[_In]):
             yield message
 
     def _first(self, payload: bytes) -> _In:
-        raise NotImplementedError
+        raise NotImplementedError  # each end has its own
 
     def send(self, message: Any) -> None:
         """Queue a message. Raises WireError ``frame-too-large``."""

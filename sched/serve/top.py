@@ -64,7 +64,7 @@ async def watch(
             return
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                await anyio.sleep(interval_s)
+                await anyio.sleep(interval_s)  # between two drawings
                 stats = await _snapshot(client)
                 now = time.monotonic()
                 if stats is None:

@@ -307,7 +307,7 @@ class SimThread:
             while self._jobs:
                 job, done = self._jobs.popleft()
                 self._at_work = True
-                await anyio.sleep(self._cost(job))
+                await anyio.sleep(self._cost(job))  # what the job takes, in virtual time
                 self._at_work = False
                 try:
                     result = job()

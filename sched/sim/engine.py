@@ -102,7 +102,7 @@ class _Executor(SimExecutor):
 
     def step(self, rows: Sequence[Any]) -> list[SimOutput]:
         if self._step_s:
-            time.sleep(self._step_s)
+            time.sleep(self._step_s)  # what a step takes, on the device thread
         outputs = [self._printable(output) for output in super().step(rows)]
         self.sampled = [(output.seq, output.token) for output in outputs]
         return outputs

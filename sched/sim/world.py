@@ -224,7 +224,7 @@ class SimWorld:
             while self._waiting or not self._quiet():
                 if self.shell.closed.is_set() and not self._waiting:
                     break
-                await anyio.sleep(0.5)
+                await anyio.sleep(0.5)  # virtual
         excused = bool(self._dead_names)
         if self._waiting and not (excused and self._only_dead()):
             self.ledger.broken("stuck", "; ".join(self._waiting.values()))

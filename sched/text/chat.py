@@ -43,7 +43,7 @@ class _Refused(Exception):
 class _Generation(Extension):
     """``{% generation %} body {% endgeneration %}`` renders as its body."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance attribute
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)

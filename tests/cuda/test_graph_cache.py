@@ -358,7 +358,7 @@ def test_staging_on_another_thread_does_not_break_a_capture(rig, problem):
             d.pinned_free(host)
             d.destroy_event(event)
             d.destroy_stream(own)
-        except BaseException as error:
+        except BaseException as error:  # a thread: the test sees it in the list
             problems.append(error)
 
     def record():

@@ -117,7 +117,7 @@ def test_threads_launch_one_kernel_on_streams_of_their_own(rig):
                 rig.device.launch(k, (2, 1, 1), (32, 1, 1), (p,), own)
             rig.device.synchronize(own)
             rig.device.destroy_stream(own)
-        except BaseException as error:
+        except BaseException as error:  # a thread: the test sees it in the list
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(p,)) for p in targets]

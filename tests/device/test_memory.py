@@ -270,7 +270,7 @@ def test_workers_allocate_and_copy_on_their_own_streams(rig):
                 rig.device.free(addr)
                 rig.device.pinned_free(host)
             rig.device.destroy_stream(stream)
-        except BaseException as error:
+        except BaseException as error:  # a thread: the test sees it in the list
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]

@@ -79,7 +79,7 @@ class CancelAt:
             value, error = None, None
             try:
                 value = yield asked
-            except BaseException as raised:
+            except BaseException as raised:  # thrown into the coroutine above
                 error = raised
 
 

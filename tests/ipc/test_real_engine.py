@@ -62,6 +62,7 @@ async def test_answers_over_ipc_are_the_oracles(tmp_path: Path) -> None:
             assert await engine.staged("late") is None
             await engine.promote("late")
             assert (again := await engine.staged("late")) is not None
+            # It was staged just now.
             assert again.digest == real.staged("attn_mlp_r8").digest  # type: ignore[union-attr]
             await engine.unload("late")
             await engine.register("late", folder)

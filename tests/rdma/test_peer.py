@@ -426,7 +426,7 @@ def test_many_at_once(kit: Any, serve: Any, tmp_path: Path) -> None:
             for _ in range(3):
                 staged = stage(Peer(running.address, name, secret=kit.secret), kit.small)
                 same(staged, stage(DirectorySource(folders[name]), kit.small))
-        except BaseException as error:
+        except BaseException as error:  # a thread: the test sees it in the list
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in folders for _ in "12"]

@@ -147,6 +147,7 @@ def test_without_a_secret_one_flight_does_it_all() -> None:
     data = server.data_to_send()
     client.receive_data(data)
     welcome, answer = client.events(2.0)
+    # An event of another kind fails here.
     assert type(welcome.message) is m.Welcome  # type: ignore[union-attr]
     assert answer == Received(number, m.Ids(["a"])) and client.timeout_at() is None
     # Byte for byte the same frames as one after the other.

@@ -337,7 +337,7 @@ async def test_headers_that_never_come_close_the_connection(tmp_path: Path, sent
         # An idle connection between two requests is not one that sends headers slowly.
         async with httpx2.AsyncClient() as http:
             for pause in (0.0, 0.3):
-                await anyio.sleep(pause)
+                await anyio.sleep(pause)  # idle for longer than headers may take
                 assert (await http.get(f"{url}/health")).status_code == 200
         tasks.cancel_scope.cancel()
 

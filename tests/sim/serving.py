@@ -1,4 +1,5 @@
-"""The real core and shell over the simulated device, for tests that tell a story by hand."""
+"""The real core and shell over the simulated device, for tests that tell a story by hand.
+Every sleep is of virtual time."""
 
 from __future__ import annotations
 
@@ -148,11 +149,13 @@ class CancelAt:
                 self._scope.cancel()
             try:
                 got = yield waits_for
-            except BaseException as error:
+            except BaseException as error:  # thrown into the coroutine below
                 caught = error
+                # Called before the next turn of the loop.
                 send = lambda: steps.throw(caught)  # type: ignore[attr-defined]  # noqa: B023, E731
             else:
                 value = got
+                # Called before the next turn of the loop.
                 send = lambda: steps.send(value)  # type: ignore[attr-defined]  # noqa: B023, E731
 
 

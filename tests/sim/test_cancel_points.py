@@ -1,5 +1,6 @@
 """A cancel at every await: each call is cancelled at its first suspension, its second, ... until it
-runs through. After each, the engine serves others, and at the end nothing is held."""
+runs through. After each, the engine serves others, and at the end nothing is held.
+Every sleep is of virtual time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Faults this field has seen (identity and life time of adapters), each by its symptom.
 
 The ledger judges every event of every test besides: right version per token, no busy slot written,
-one end per request, one answer per command, nothing held at rest.
+one end per request, one answer per command, nothing held at rest. Every sleep is of virtual time.
 """
 
 from __future__ import annotations
