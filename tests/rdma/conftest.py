@@ -24,6 +24,8 @@ from rota.rdma.peer import PeerLimits, WeightPeer
 from rota.rdma.store import Store
 from rota.rdma.wire2 import Wire2Server
 
+from .proxy import Proxy
+
 SECRET = b"a secret of the tests"
 DIMS = ModelDims(2, 64, 96, 32, 80, 128, 64)
 
@@ -128,6 +130,19 @@ def serve(portal: Any) -> Iterator[Callable[..., Running]]:
             "region_bytes": 0,
         }
         assert one.peer.counters()["connections_now"] == 0
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[..., Proxy]]:
+    made: list[Proxy] = []
+
+    def make(*args: Any, **more: Any) -> Proxy:
+        made.append(Proxy(*args, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 class SimulatedLink:
