@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .driver import INVALID_VALUE, NOT_FOUND, OUT_OF_MEMORY, DriverError, FakeDriver
-from .ptx_exec import Program
-from .ptx_parse import parse_module
+from .ptx_exec import programs_of
 
 VERSION: Final = 13000
 NAME: Final = b"rota test device (no GPU)"
@@ -183,7 +182,7 @@ def module_load(d: FakeDriver, out: Any, image: int) -> int:
         text = c.string_at(image).decode("ascii")
     except UnicodeDecodeError:
         return INVALID_PTX
-    programs = {name: Program(code) for name, code in parse_module(text).items()}
+    programs = programs_of(text)
     handle = d.new_handle()
     d.modules[handle] = programs
     out[0] = handle

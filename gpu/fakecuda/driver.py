@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -102,7 +102,7 @@ class FakeDriver:
         self.retained = 0
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
-        self.modules: dict[int, dict[str, Program]] = {}
+        self.modules: dict[int, Mapping[str, Program]] = {}
         self.functions: dict[int, tuple[int, Program]] = {}
         self.shared_limits: dict[int, int] = {}
         self.graphs: dict[int, Recorded] = {}

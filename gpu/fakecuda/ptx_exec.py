@@ -1,20 +1,21 @@
 """Runs PTX on the CPU: one numpy lane for each CUDA thread, many blocks at once.
 
-What it owns: nothing beyond one launch. Lanes with the lowest program counter go first, so that
-branches join again as early as possible; while all lanes agree (the usual case) there is one
-counter. Blocks are independent and run in batches, last block first when asked, so that a result
-that depends on the order of blocks shows.
+What it owns: modules it has decoded (`programs_of`), and nothing else beyond one launch. Lanes with
+the lowest program counter go first, so that branches join again as early as possible; while all
+lanes agree (the usual case) there is one counter. Blocks are independent and run in batches, last
+block first when asked, so that a result that depends on the order of blocks shows.
 
 Judged: every global access (`Arena`), shared accesses (range, alignment, races between warps that
 no barrier separates), barriers not all threads of a block reach, shuffles from lanes that do not
 take part, two lanes or two blocks that store to one address, kernels that begin early (`overlap`).
-Not judged: speed, memory order
-between blocks, races inside a warp.
+Not judged: speed, memory order between blocks, races inside a warp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from .arena import AccessError, Arena
 from .overlap import Early, Store, Trail
 from .ptx_ops import ALL, SPECIAL, Lanes, Op, Select, State, build
-from .ptx_parse import PARAM_BYTES, KernelCode
+from .ptx_parse import PARAM_BYTES, KernelCode, parse_module
 
 LANES_AT_ONCE: Final = 1 << 15
 MAX_STEPS: Final = 2_000_000
@@ -124,6 +125,16 @@ class Program:
             shared_bytes=self.code.shared_bytes + shared_bytes,
             blocks=count,
         )
+
+
+@lru_cache(maxsize=256)
+def programs_of(ptx: str) -> Mapping[str, Program]:
+    """Every entry of a PTX text, decoded. A program never changes, so machines may share one.
+
+    Raises:
+        AccessError: as `parse_module`.
+    """
+    return MappingProxyType({name: Program(code) for name, code in parse_module(ptx).items()})
 
 
 class _Run:

@@ -139,14 +139,16 @@ def _shared(
         raise AccessError(f"{what}: outside the block's {s.shared_bytes} shared bytes", 700)
     if (start % nbytes).any():
         raise AccessError(f"{what}: misaligned {nbytes}-byte shared access", 716)
-    block = s.block[ids][:, None]
-    cells = start[:, None] + np.arange(nbytes)
+    block = s.block[ids]
+    cells = (block * s.shared_bytes + start)[:, None] + np.arange(nbytes)
     warp = (s.thread[ids] // 32).astype(np.int32)[:, None]
-    epoch = s.epoch[s.block[ids]][:, None]
-    race = (s.wrote_at[block, cells] == epoch) & (s.wrote[block, cells] != warp)
+    epoch = s.epoch[block][:, None]
+    race = (s.wrote_at.take(cells) == epoch) & (s.wrote.take(cells) != warp)
+    # Cells that were read since the last barrier, by another warp: -2 stands for several.
+    read = s.read_at.take(cells) == epoch
+    other = read & (s.readers.take(cells) != warp)
     if data is not None:
-        # -2 stands for several reading warps.
-        race |= (s.read_at[block, cells] == epoch) & (s.readers[block, cells] != warp)
+        race |= other
     if race.any():
         at = int(np.flatnonzero(race.any(axis=1))[0])
         raise AccessError(
@@ -154,23 +156,17 @@ def _shared(
             f"block {int(s.block[ids[at]]) + s.first_block} thread {int(s.thread[ids[at]])}"
         )
     if data is None:
-        known = s.read_at[block, cells] == epoch
-        other = known & (s.readers[block, cells] != warp)
-        s.readers[block, cells] = np.where(other, -2, warp)
-        s.read_at[block, cells] = epoch
+        reader = np.where(other, np.int32(-2), warp)
+        s.readers[cells] = reader
+        s.read_at[cells] = epoch
         # Two warps that read one cell in this very instruction: the later lane won above.
-        shared_by = s.readers[block, cells] != np.where(other, -2, warp)
-        if shared_by.any():
-            b, c = np.broadcast_to(block, cells.shape)[shared_by], cells[shared_by]
-            s.readers[b, c] = -2
-        raw = np.ascontiguousarray(s.shared[block, cells])
-        return list(raw.view(f"u{want.itemsize}").T.copy())
+        s.readers[cells[s.readers.take(cells) != reader]] = -2
+        return list(s.shared.take(cells).view(f"u{want.itemsize}").T.copy())
     raw = np.ascontiguousarray(data.T).view(np.uint8).reshape(len(ids), nbytes)
-    s.shared[block, cells] = raw
-    s.wrote[block, cells] = warp
-    s.wrote_at[block, cells] = epoch
-    clash = s.wrote[block, cells] != warp
-    if clash.any() or (s.shared[block, cells] != raw).any():
+    s.shared[cells] = raw
+    s.wrote[cells] = warp
+    s.wrote_at[cells] = epoch
+    if (s.wrote.take(cells) != warp).any() or (s.shared.take(cells) != raw).any():
         raise AccessError(f"{what}: race in shared memory: two threads store to one address")
     return None
 

@@ -57,11 +57,11 @@ class State:
     early: Early | None = None
 
     def __post_init__(self) -> None:
-        shape = (self.blocks, max(self.shared_bytes, 1))
-        self.shared = np.full(shape, 0xFF, np.uint8)
+        cells = self.blocks * self.shared_bytes  # of one block after the other
+        self.shared = np.full(cells, 0xFF, np.uint8)
         # Last writing warp and reading warp of each shared byte, and the barrier count at the time.
-        self.wrote, self.wrote_at = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-        self.readers, self.read_at = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+        self.wrote, self.wrote_at = np.full(cells, -1, np.int32), np.full(cells, -1, np.int32)
+        self.readers, self.read_at = np.full(cells, -1, np.int32), np.full(cells, -1, np.int32)
         self.epoch = np.zeros(self.blocks, np.int32)
         self._everyone = np.arange(self.lanes)
 
@@ -79,9 +79,12 @@ class State:
             self.regs[name] = value
             return
         old = self.regs.get(name)
-        new = np.zeros(self.lanes, value.dtype)
-        if old is not None and old.dtype == value.dtype:
-            new[:] = old
+        if old is None or old.dtype != value.dtype:
+            new = np.zeros(self.lanes, value.dtype)
+        elif isinstance(old, np.ndarray):
+            new = old.copy()
+        else:
+            new = np.full(self.lanes, old)
         new[sel] = value
         self.regs[name] = new
 
