@@ -49,13 +49,15 @@ class Served:
     def keep(self, seqs, logits):
         self.logits = logits.float().clone()
 
-    def commit(self, slot, case):
-        """``case``: a name of the oracle's, or a folder."""
+    def commit(self, slot, case, part=None):
+        """``case``: a name of the oracle's, or a folder. Its annex goes to part ``part`` of the
+        arena, default the slot's own."""
         source = DirectorySource(self.folder / "adapters" / case)
         image = stage(source, self.runner.layout, base_rows=self.runner.base_rows).image
         info = self.runner.info
-        part = info.arena_bytes // info.max_loras // 256 * 256
-        self.runner.commit(slot, image, slot * part if image.annex_bytes else None)
+        size = info.arena_bytes // info.max_loras // 256 * 256
+        extent = size * (slot if part is None else part)
+        self.runner.commit(slot, image, extent if image.annex_bytes else None)
 
     def step(self, slots, start, tokens):
         rows = [
@@ -396,6 +398,31 @@ def test_swaps_of_token_matrices_between_replays_are_seen(on_driver, on_host):
     for token in (3, 4, 5):
         both((-1, 1), [0, 0], [[token], [7]])
     assert here.runner.captured == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "room", "names"),
+    [
+        ("llama", TOKENS, ("embed_head_dora", "head_lora_bias")),
+        ("qwen3_next", {"expert_adapters": True}, ("experts", "all_linear")),
+    ],
+)
+def test_annexes_that_trade_places_between_replays_are_seen(
+    on_driver, on_host, family, room, names
+):
+    """No graph knows where in the arena an adapter lies."""
+    here, there = on_driver("float32", family, **room)[0], on_host("float32", family, **room)
+    for parts in ((0, 1), (1, 0), (2, 0), (1, 2)):
+        for served in (here, there):
+            for slot in (0, 1):
+                served.runner.retire(slot)
+            for slot, part in enumerate(parts):
+                served.commit(slot, ZOO / family / names[slot], part)
+        for tokens in ([3], [7]), ([4], [9]):
+            for served in (here, there):
+                served.step((0, 1), [0, 0], tokens)
+            assert torch.allclose(here.logits, there.logits, rtol=1e-4, atol=1e-4), parts
+    assert here.runner.captured == 1
 
 
 @pytest.mark.parametrize("call", ["cuLaunchKernel", "cuLaunchKernelEx"])

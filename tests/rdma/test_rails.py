@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from rota.errors import InternalError, RequestError, RotaError, StagingError
+from rota.gpu.lora.layout import Elem, SlotLayout
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
+from rota.gpu.model.config import load_config
 from rota.rdma import messages as m
 from rota.rdma.client import Peer
 from rota.rdma.hosts import VerbsClient, VerbsPeer
@@ -192,6 +194,28 @@ def test_promotion_by_reads(verbs: Any, packed: str, rails: int) -> None:
     assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
     assert verbs.fabric.posted > 4
     assert verbs.peer.counters()["bytes_sent"] - before < 100_000
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+def test_annexes_come_by_reads_too(serve: Any, kit: Any, packed: Any) -> None:
+    root = kit.root / "tests/data/oracle/qwen35_moe"
+    names = ("experts", "experts_down_only", "router")
+    fabric = Fabric()
+    folders = {name: root / "adapters" / name for name in names}
+    running = serve(folders, verbs=VerbsPeer([FakeDevice(fabric)]))
+    client = VerbsClient([FakeDevice(fabric)], 32 * MIB)
+    dims = load_config(root / "base").to_lora_dims(expert_adapters=True)
+    layout = SlotLayout(dims, 8, Elem.F32, affine=True)
+    sizes = set()
+    for name in names:
+        read = fabric.posted
+        with_verbs = {"secret": kit.secret, "transport": client, "packed": packed}
+        found = stage(Peer(running.address, name, **with_verbs), layout).image
+        disk = stage(DirectorySource(folders[name]), layout).image
+        assert found.buffer.tobytes() == disk.buffer.tobytes() and fabric.posted > read
+        assert (found.present, found.digest) == (disk.present, disk.digest)
+        sizes.add(found.annex_bytes)
+    assert len(sizes) == 3 and 0 in sizes
 
 
 def test_a_hundred_promotions_one_registration(verbs: Any) -> None:
