@@ -136,6 +136,11 @@ class Desk:
         except RotaError as error:
             return Answer(refusal(error))
 
+    @property
+    def holds_nothing(self) -> bool:
+        """The client has nothing open, and so may read nothing by its queue pairs either."""
+        return not self._held
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._closed = True

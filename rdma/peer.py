@@ -35,6 +35,8 @@ log = logging.getLogger("rota.rdma.peer")
 _SPARE: Final = 4
 """Threads that wait for a client at most; more of them end when their client goes."""
 _BACKLOG: Final = 64
+_ROOM_S: Final = 1.0
+"""For which a client waits at most until one that was dismissed has given everything back."""
 
 
 class VerbsHost(Rails, PreparedRails, Registrar, Protocol):
@@ -47,10 +49,12 @@ class VerbsHost(Rails, PreparedRails, Registrar, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """Bounds of a peer: clients at once (each has a thread), how many of their questions may use
+    """Bounds of a peer: clients at once (each has a thread), seconds after which one that is idle
+    with nothing open makes room for another when all are taken, how many of their questions may use
     the disk or pack at once, generations a client may hold, seconds, and the store's."""
 
     connections: int = 64
+    dismiss_after_s: float = 1.0
     workers: int = 4
     max_open: int = 8
     times: Times = field(default_factory=Times)
@@ -191,7 +195,7 @@ class WeightPeer:
                     self._stopping.wait(0.1)  # out of descriptors: let some close
                 continue
             with self._changed:
-                welcome = self._counts["connections_now"] < self.limits.connections
+                welcome = self._has_room() or self._make_room()
                 if welcome:
                     self._counts["connections"] += 1
                     self._counts["connections_now"] += 1
@@ -204,6 +208,18 @@ class WeightPeer:
                 return client
             self._turn_away(client)
         return None
+
+    def _has_room(self) -> bool:
+        return self._counts["connections_now"] < self.limits.connections
+
+    def _make_room(self) -> bool:
+        """Dismiss who has been idle longest, if anyone has for long enough (under the lock, which
+        is given up until everything of theirs is given back)."""
+        idle = {one: since for one in self._serving if (since := one.idle_since) is not None}
+        for one in sorted(idle, key=idle.__getitem__):
+            if one.dismiss(self.limits.dismiss_after_s):
+                return self._changed.wait_for(self._has_room, _ROOM_S)
+        return False
 
     def _turn_away(self, client: socket.socket) -> None:
         busy = CapacityError(

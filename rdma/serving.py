@@ -5,7 +5,7 @@ Blocking, on a thread of its own: a question wakes the thread that answers it, a
 What it owns: one socket and its protocol. Invariants: nothing waits without a deadline; no more
 threads than `permits` work on disk or pack at once; a client that is slow, silent or hostile costs
 its own thread alone; `leave` ends an idle one at once and a busy one after its answer, `cut` ends
-both.
+both, `dismiss` an idle one or none.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class Serving:
     ) -> None:
         self._socket, self._desk, self._secret, self._times = sock, desk, secret, times
         self._permits, self._count, self._verbs, self._desk1 = permits, count, verbs, desk1
-        self._leaving = False
+        self._leaving = self._dismissed = False
+        # Held for a few instructions at a time: a client asks, or is dismissed.
+        self._turn = threading.Lock()
+        self.idle_since: float | None = None
+        """Monotonic seconds, while it waits for another question and has nothing open."""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,6 +82,19 @@ class Serving:
         """End it once it waits for its client; from any thread."""
         self._leaving = True
         self._shut(socket.SHUT_RD)
+
+    def dismiss(self, after_s: float) -> bool:
+        """End it, if it has been idle for so long; from any thread.
+
+        It has nothing open, so no queue pair of its can be reading. Nothing it asks from now on is
+        heard: who keeps connections then makes a new one.
+        """
+        with self._turn:
+            if self.idle_since is None or time.monotonic() - self.idle_since < after_s:
+                return False
+            self.idle_since, self._dismissed = None, True
+        self.leave()
+        return True
 
     def cut(self) -> None:
         """End it as soon as nothing but the network is waited for; from any thread."""
@@ -108,10 +125,12 @@ class Serving:
         proto = Wire2Server(nonce, self._secret, self._times, now, verbs=self._verbs)
         while data is not None:
             proto.receive_data(data)
+            answered = False
             try:
                 for event in proto.events(time.monotonic()):
                     if isinstance(event, Received):
                         self._answer(proto, event)
+                        answered = True
                 if said := proto.data_to_send():
                     self._send(said)
             except WireError as error:
@@ -120,6 +139,8 @@ class Serving:
                 raise
             if proto.ended:
                 return
+            if answered and self._desk.holds_nothing:
+                self.idle_since = time.monotonic()
             data = self._receive(proto.timeout_at())
 
     def _receive(self, deadline: float | None) -> bytes | None:
@@ -132,6 +153,10 @@ class Serving:
                 data = self._socket.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 continue
+            with self._turn:
+                self.idle_since = None
+                if self._dismissed:
+                    return None
             if data or not self._leaving:
                 return data
         return None

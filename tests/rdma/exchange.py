@@ -35,4 +35,8 @@ def refusal(call: Callable[[], Any]) -> RotaError:
 def connected(running: Any, kit: Any, times: Times | None = None) -> Link:
     times = Times() if times is None else times
     stream = SocketStream(parse_address(running.address), 5.0)
-    return Link(stream, bytes(32), kit.secret, times, stream._clock() + 60)
+    try:
+        return Link(stream, bytes(32), kit.secret, times, stream._clock() + 60)
+    except RotaError:
+        stream.close()
+        raise

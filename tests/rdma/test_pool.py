@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import pytest
 from rota.errors import RequestError, RotaError, StagingError
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
+from rota.rdma import messages as m
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
 from rota.rdma.hosts import VerbsClient, VerbsPeer
+from rota.rdma.peer import PeerLimits
 from rota.rdma.pool import PeerPool
 
+from .exchange import connected, refusal
 from .fabric import MIB, Fabric, FakeDevice
 from .proxy import Proxy
 
@@ -164,6 +169,135 @@ def test_a_cut_in_the_middle_is_an_error(
     finally:
         pool.close()
         proxy.close()
+
+
+def idle(running: Any, count: int = 1) -> list[Any]:
+    """The connections that wait for a question with nothing open, once there are so many."""
+
+    async def wait() -> list[Any]:
+        with anyio.fail_after(30):
+            while True:
+                found = [o for o in running.peer._serving if o.idle_since is not None]
+                if len(found) >= count:
+                    return found
+                await anyio.lowlevel.checkpoint()
+
+    found: list[Any] = running.portal.call(wait)
+    return found
+
+
+def test_kept_connections_make_room_for_a_new_client(
+    kit: Any, serve: Any, folder: Path, pool: PeerPool, disk: bytes
+) -> None:
+    """And come back: a peer that is full of idle engines turns nobody away."""
+    running = serve({"one": folder}, limits=PeerLimits(connections=1, dismiss_after_s=0.0))
+    source = Peer(running.address, "one", secret=kit.secret, pool=pool)
+    other = PeerPool()
+    for turn in range(3):
+        for one in (source, dataclasses.replace(source, pool=other)):
+            assert stage(one, kit.small).image.buffer.tobytes() == disk
+            idle(running)
+            assert running.peer.counters()["connections_now"] == 1
+        assert running.peer.counters()["connections"] == 2 * turn + 2
+    other.close()
+    assert running.peer.counters()["refused"] == 0
+
+
+def test_who_is_idle_longest_makes_room_and_nobody_who_has_something_open(
+    kit: Any, serve: Any, folder: Path
+) -> None:
+    running = serve({"one": folder}, limits=PeerLimits(connections=3, dismiss_after_s=0.0))
+    first, busy, last = links = [connected(running, kit) for _ in range(3)]
+    busy.call(m.Open("one"))
+    for count, link in enumerate((first, last), 1):
+        link.call(m.ListIds())
+        idle(running, count)
+    links.append(connected(running, kit))
+    assert refusal(lambda: first.call(m.ListIds())).code == "peer-lost"
+    links.append(connected(running, kit))
+    assert refusal(lambda: last.call(m.ListIds())).code == "peer-lost"
+    # Two who have asked nothing yet, and one who has an adapter open.
+    assert refusal(lambda: connected(running, kit)).code == "peer-busy"
+    assert isinstance(busy.call(m.Open("one")), m.Manifest)
+    for link in links:
+        link.close()
+
+
+def test_nobody_is_dismissed_at_once(kit: Any, serve: Any, folder: Path) -> None:
+    running = serve({"one": folder}, limits=PeerLimits(connections=1, dismiss_after_s=3600.0))
+    link = connected(running, kit)
+    link.call(m.ListIds())
+    idle(running)
+    assert refusal(lambda: connected(running, kit)).code == "peer-busy"
+    assert link.call(m.ListIds()) == m.Ids(["one"])
+    link.close()
+
+
+def test_what_is_asked_in_the_moment_of_dismissal_is_asked_again(
+    kit: Any, serve: Any, folder: Path, pool: PeerPool, disk: bytes, monkeypatch: Any
+) -> None:
+    """The question was on its way: nobody answers it and then hangs up half way through."""
+    running = serve({"one": folder})
+    source = Peer(running.address, "one", secret=kit.secret, pool=pool)
+    stage(source, kit.small)
+    (one,) = idle(running)
+    monkeypatch.setattr(one, "leave", lambda: None)  # word of it has not come yet
+    assert one.dismiss(0.0) and not one.dismiss(0.0)
+    before = running.peer.counters()["requests"]
+    assert stage(source, kit.small).image.buffer.tobytes() == disk
+    assert running.peer.counters()["connections"] == 2
+    assert running.peer.counters()["requests"] == before + 1  # Fetch, heard once
+    assert len(pool) == 1
+
+
+def test_rails_of_the_dismissed_are_gone_before_another_is_served(
+    kit: Any, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle on its connection is also who reads one-sidedly: it has the adapter open."""
+    fabric = Fabric()
+    folder = kit.write(tmp_path / "big", kit.large, 100)
+    limits = PeerLimits(connections=1, dismiss_after_s=0.0)
+    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]), limits=limits)
+    client, pool = VerbsClient([FakeDevice(fabric)], 32 * MIB), PeerPool()
+    seen: list[str] = []
+
+    def midway(there: int, total: int) -> None:
+        if not seen:
+            seen.append(refusal(lambda: connected(running, kit)).code)
+
+    source = Peer(
+        running.address, "big", secret=kit.secret, packed="always", transport=client, pool=pool,
+        progress=midway,
+    )  # fmt: skip
+    want = stage(DirectorySource(folder), kit.large).image.buffer.tobytes()
+    assert stage(source, kit.large).image.buffer.tobytes() == want
+    assert seen == ["peer-busy"] and fabric.open == 2
+    (one,) = idle(running)
+    begun, order, close, start = (
+        threading.Event(),
+        list[str](),
+        one._desk.close,
+        running.peer._serve,
+    )
+
+    def closed() -> None:
+        begun.wait(0.1)  # long enough for a client that does not wait for this to be served
+        close()
+        order.append("closed")
+
+    def started(sock: Any) -> None:
+        order.append("served")
+        begun.set()
+        start(sock)
+
+    monkeypatch.setattr(one._desk, "close", closed)
+    monkeypatch.setattr(running.peer, "_serve", started)
+    link = connected(running, kit)
+    assert order == ["closed", "served"] and fabric.open == 1  # the engine's own end
+    link.close()
+    settled(running, connections_now=0)
+    assert stage(source, kit.large).image.buffer.tobytes() == want
+    pool.close()
 
 
 def test_limits(kit: Any, serve: Any, folder: Path) -> None:
