@@ -1,6 +1,9 @@
-"""Rigs for the CUDA tests: a device with a stream, and a LoRA problem whose answer is exact."""
+"""Rigs for the CUDA tests: a device with a stream, a LoRA problem whose answer is exact, and places
+where ways to attend are tried."""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,11 @@ from rota.errors import DeviceError
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.bgmv import LoraSlice
 from rota.gpu.kernels.lora_device import DeviceLoraGroup, planes_bytes
+from rota.gpu.model import torch_attention_flashinfer
+from rota.gpu.model.torch_attention import AttentionSpec
+from rota.gpu.tensors import HostSpace
+
+from .paged_kernels import Flash, flashinfer_module
 
 
 def to_bf16(values):
@@ -227,3 +235,59 @@ def problem():
 def bf16():
     """(to_bf16, from_bf16)."""
     return to_bf16, from_bf16
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Both kernels where the real ones would be: torch's `Flash`, and the module."""
+    monkeypatch.setattr(torch_attention_flashinfer, "WORKSPACE_BYTES", 4096)
+    module, flash = flashinfer_module(), Flash()
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash, "CPU")
+    yield flash, module
+    library._destroy()
+
+
+class Place:
+    """Where ways are tried: a device, a space on it and a stream."""
+
+    def __init__(self, device, space):
+        self.device, self.space = device, space
+        self.stream = device.create_stream(label="attention")
+
+    def spec(self, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, rows=12, blocks=16):
+        return AttentionSpec(
+            self.device, self.space, self.stream, heads, kv_heads, head_dim, dtype, rows, blocks
+        )
+
+    def close(self):
+        self.device.synchronize(self.stream)
+        self.device.destroy_stream(self.stream)
+        assert self.device.live_labels() == ()
+        self.device.close()
+
+
+@pytest.fixture
+def host():
+    device = HostDevice(checked=True, allow_foreign=True)
+    made = Place(device, HostSpace(device))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def on_driver(cuda_machine):
+    """The test driver, which captures; leaves nothing behind."""
+    if cuda_machine.fake is None:
+        pytest.skip("runs torch on the test driver; on a GPU the engine itself tries the ways")
+    from rota.gpu.fakecuda.torch_queue import QueueSpace
+
+    driver = cuda_machine.fake.reset()
+    device = cuda_machine.open(checked=True)
+    space = QueueSpace(device, driver)
+    made = Place(device, space)
+    yield made
+    made.close()
+    space.close()
+    assert driver.live() == {}, driver.story

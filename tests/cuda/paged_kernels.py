@@ -16,6 +16,13 @@ import numpy as np
 import torch
 
 PAGE = 16
+GEOMETRIES = [
+    (4, 2, 16, torch.float32),
+    (9, 3, 64, torch.bfloat16),
+    (2, 2, 8, torch.bfloat16),
+    (16, 2, 32, torch.float32),
+]
+"""Heads, key heads, head dim and dtype of specs that every way serves."""
 
 
 def paged_attention(q, k_pages, v_pages, pages, seen, rows, position, scale):

@@ -5,34 +5,18 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from rota.errors import DeviceError
 from rota.gpu.host import HostDevice
-from rota.gpu.model import torch_attention_flashinfer
 from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
 
-from .paged_kernels import Flash, flashinfer_module
-
 PROMPTS = (1, 14, 15, 17, 29)
 """Tokens: each row crosses the end of a block in another decode step, or none."""
 OPTIONS = {"max_loras": 0, "num_blocks": 24, "max_step_tokens": 96, "max_sequences": 6}
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Both kernels where the real ones would be; see `paged_kernels`."""
-    monkeypatch.setattr(torch_attention_flashinfer, "WORKSPACE_BYTES", 4096)
-    module, flash = flashinfer_module(), Flash()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", flash, "CPU")
-    yield flash, module
-    library._destroy()
 
 
 @pytest.fixture
