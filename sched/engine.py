@@ -282,9 +282,11 @@ class Engine:
         Nothing new is admitted until what runs has ended and the pool is exchanged; then resident
         adapters are brought back, as many as there are slots, and who waited is served. Answers
         ``resized``. Refused, with everything as before: CapacityError ``resize-timeout`` if what
-        runs has not ended after ``deadline_s`` seconds; CommandError ``pinned-do-not-fit`` or
-        ``resident-rank-too-large``; DeviceError ``pool-too-large`` if twice the new pool does not
-        fit in the memory free beside the old one.
+        runs has not ended after ``deadline_s`` seconds; CommandError ``pinned-do-not-fit``,
+        ``resident-rank-too-large``, ``resident-annex-too-large`` or
+        ``pinned-annexes-do-not-fit``; DeviceError ``pool-too-large`` if twice the new pool does not
+        fit in the memory free beside the old one. ``pinned-not-back``, of its cause's class: the
+        pool is another, but a pinned adapter could not be staged again.
         """
         deadline = deadline_in(deadline_s)
         slots, rank = self._live().core.pool_shape

@@ -28,7 +28,7 @@ from .staging import StageRunner, source_key
 from .streams import Stream
 from .timings import Timings
 from .wake import loop_poster
-from .worker import Beside, Executor, JobQueue, OutputLike, StepJobs, ignore
+from .worker import Beside, Executor, JobQueue, OutputLike, Relaid, StepJobs, ignore
 
 _log = logging.getLogger("rota.sched.shell")
 
@@ -262,8 +262,8 @@ class Shell:
                 self._device(write, partial(self._commit_over, commit))
             case fx.Retire(slot):
                 self._device(partial(self._executor.retire, slot), ignore)
-            case fx.Relayout(max_loras, max_rank):
-                relayout = partial(self._executor.relayout, max_loras, max_rank)
+            case fx.Relayout(max_loras, max_rank, residents):
+                relayout = partial(self._executor.relayout, max_loras, max_rank, residents)
                 self._device(relayout, self._relayout_over)
             case fx.StartStage(stage, name, source):
                 assert self._tasks is not None
@@ -372,9 +372,9 @@ class Shell:
         else:
             self._deliver(ev.CommitFailed(commit, *of_device(error)))
 
-    def _relayout_over(self, arena_bytes: int, error: BaseException | None) -> None:
+    def _relayout_over(self, arena: Relaid, error: BaseException | None) -> None:
         if error is None:
-            self._deliver(ev.RelayoutDone(arena_bytes))
+            self._deliver(ev.RelayoutDone(*arena))
         else:
             self._deliver(ev.RelayoutFailed(*of_device(error)))
 

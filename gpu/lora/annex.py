@@ -10,13 +10,14 @@ every extent begins on such a boundary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import RejectError
+from ...errors import CommandError, RejectError
 
 ALIGN: Final = 16
 ANNEX_ALIGN: Final = 256
@@ -87,5 +88,44 @@ def check_annex(nbytes: int, limit: int | None) -> None:
             "the adapter's experts, token matrices and overlay need more bytes than the arena has",
             code="annex-exceeds-arena",
             expected=f"an adapter_arena_bytes of at least {nbytes}",
+            found=f"{limit} bytes",
+        )
+
+
+class Resident(Protocol):
+    """An adapter in a slot that is to come back in another pool."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def pinned(self) -> bool: ...
+
+
+def check_residents(residents: Sequence[Resident], needs: Sequence[int], limit: int) -> None:
+    """Refuse an arena of ``limit`` bytes in which residents, who need this many bytes each, find no
+    place: one alone, or all that are pinned together.
+
+    Raises:
+        CommandError: resident-annex-too-large, pinned-annexes-do-not-fit.
+    """
+    for resident, nbytes in zip(residents, needs, strict=True):
+        if nbytes > limit:
+            raise CommandError(
+                "a resident adapter would not fit in the arena; unload it first",
+                code="resident-annex-too-large",
+                subject=resident.name,
+                expected=f"an arena of at least {nbytes} bytes",
+                found=f"{limit} bytes",
+            )
+    pinned = [(r.name, n) for r, n in zip(residents, needs, strict=True) if r.pinned and n]
+    total = sum(nbytes for _, nbytes in pinned)
+    if total > limit:
+        raise CommandError(
+            "the pinned adapters would not fit in the arena together",
+            code="pinned-annexes-do-not-fit",
+            subject=", ".join(f"{name}: {nbytes}" for name, nbytes in pinned)[:500],
+            expected=f"an arena of at least {total} bytes",
             found=f"{limit} bytes",
         )

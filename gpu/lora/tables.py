@@ -121,6 +121,15 @@ class PoolTables:
         self.embed_counts[slot] = image.embed_rows
         self.head_counts[slot] = image.head_rows
 
+    def annex_bytes(self, slot: int, layout: SlotLayout) -> int:
+        """Bytes of the annex the slot's adapter would have in ``layout``, which has the same pairs
+        (of other strides)."""
+        present = (self.a[:, slot] != 0).tolist()
+        affine = (self.affine[:, slot] != 0).tolist() if layout.affine else ()
+        rows = int(self.embed_counts[slot]), int(self.head_counts[slot])
+        annex = layout.annex_for(present, affine, *rows)
+        return 0 if annex is None else annex.nbytes
+
     def clear(self, slot: int) -> None:
         """Set every cell of the slot's column to 0."""
         self._factors[:, :, slot] = 0

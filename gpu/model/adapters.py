@@ -20,7 +20,7 @@ from ...errors import InternalError
 from ..device import Device, Stream
 from ..kernels.affine import AffineSlice
 from ..kernels.bgmv import LoraSlice
-from ..lora.annex import arena_bytes
+from ..lora.annex import Resident, arena_bytes, check_residents
 from ..lora.dims import TOKEN_MODULES, LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
@@ -302,6 +302,20 @@ class Adapters:
         self.pool.set_row_slots(slots, self._stream)
         self._device.synchronize(self._stream)
         return self.pool.row_slots_address
+
+    def needs(
+        self, residents: Sequence[Resident], max_loras: int, max_rank: int
+    ) -> tuple[int, ...]:
+        """Bytes that each resident will need in the arena of slots of that number and rank.
+
+        Raises:
+            CommandError: as `check_residents`.
+        """
+        layout, tables = replace(self.pool.layout, max_rank=max_rank), self.pool.tables
+        needs = tuple(tables.annex_bytes(r.slot, layout) for r in residents)
+        arena = arena_bytes(self._arena_option, layout.max_annex_bytes, max_loras)
+        check_residents(residents, needs, arena)
+        return needs
 
     def remade(self, max_loras: int, max_rank: int, kernels: GroupMaker | None = None) -> Adapters:
         """Empty slots of another number and rank, beside these (which the caller closes when all

@@ -20,6 +20,7 @@ from ...errors import DeviceError
 from ..device import Device
 from ..kernels.host import HostKernels
 from ..kernels.rope import BLOCK_TOKENS
+from ..lora.annex import Resident
 from ..lora.image import SlotImage
 from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
@@ -262,20 +263,25 @@ class Runner:
         """Empty ``slot``. Raises DeviceError lora-off, bad-slot."""
         self._slots().retire(slot)
 
-    def relayout(self, max_loras: int, max_rank: int) -> int:
+    def relayout(
+        self, max_loras: int, max_rank: int, residents: Sequence[Resident] = ()
+    ) -> tuple[int, tuple[int, ...]]:
         """Exchange the pool for an empty one of ``max_loras`` slots, 1 or more, for ranks up to
         ``max_rank``, between steps; `layout` and `info` follow. Whatever is raised, the old pool is
-        kept with all that is in it. Returns the bytes of the new arena.
+        kept with all that is in it. Returns the bytes of the new arena, and how many of them each
+        of ``residents``, who are to come back, will need.
 
         Raises:
+            CommandError: as `Adapters.needs`.
             DeviceError: lora-off, or as `Adapters.remade`.
         """
         old = self._slots()
+        needs = old.needs(residents, max_loras, max_rank)
         new = old.remade(max_loras, max_rank)
         self._adapters, self.layout = new, new.pool.layout
         self.info = self.info.with_pool(new.pool, max_rank)
         self._leftovers.give_up(old)
-        return new.pool.arena_bytes
+        return new.pool.arena_bytes, needs
 
     def _slots(self) -> Adapters:
         self._alive()

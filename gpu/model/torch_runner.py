@@ -26,6 +26,7 @@ from ...errors import DeviceError
 from ..device import Device
 from ..graphs import GraphCache
 from ..kernels.rope import BLOCK_TOKENS
+from ..lora.annex import Resident
 from ..lora.image import SlotImage
 from ..tensors import TensorSpace, open_space
 from .adapters import Adapters
@@ -296,10 +297,13 @@ class TorchRunner:
         """See `Runner.retire`."""
         self._slots().retire(slot)
 
-    def relayout(self, max_loras: int, max_rank: int) -> int:
+    def relayout(
+        self, max_loras: int, max_rank: int, residents: Sequence[Resident] = ()
+    ) -> tuple[int, tuple[int, ...]]:
         """See `Runner.relayout`; the graphs of the old pool are destroyed."""
         steps, old, old_groups = self._alive(), self._slots(), self._groups
         assert old_groups is not None
+        needs = old.needs(residents, max_loras, max_rank)
         with self._space.computing(self._stream):
             groups = old_groups.of_rank(replace(self.layout, max_rank=max_rank).stride)
             with ExitStack() as undo:
@@ -312,7 +316,7 @@ class TorchRunner:
         self.info = self.info.with_pool(new.pool, max_rank)
         self._leftovers.give_up(old)
         self._leftovers.give_up(old_groups)
-        return new.pool.arena_bytes
+        return new.pool.arena_bytes, needs
 
     def _slots(self) -> Adapters:
         self._alive()

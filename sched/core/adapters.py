@@ -148,11 +148,11 @@ def _place_or_finish(state: State, entry: Name, job: Job) -> None:
             version.rank, version.annex = job.rank, job.annex
             _adopt(state, entry, job, version)
         else:
-            relink(state, current, job.image)
+            relink(state, current, job)
         finish(state, entry, job, JobEvent.FINISH, "prefetched")
         return
     if current is not None and serves(state, current) and not is_fresh(entry, job):
-        relink(state, current, job.image)
+        relink(state, current, job)
         finish(state, entry, job, JobEvent.FINISH, "unchanged")
         return
     job.since = state.now if job.queued is None else job.queued
@@ -196,7 +196,7 @@ def commit_done(state: State, event: CommitDone) -> None:
     else:
         assert entry.current is not None
         version = entry.current
-        relink(state, version, job.image)
+        relink(state, version, job)
     state.slots.committed(slot, version, job.pin)
     finish(state, entry, job, JobEvent.COMMITTED, "done")
 
@@ -217,10 +217,12 @@ def _adopt(state: State, entry: Name, job: Job, version: Version) -> None:
         state.version_left(old)
 
 
-def relink(state: State, version: Version, image: int) -> None:
-    if version.image != image:
+def relink(state: State, version: Version, job: Job) -> None:
+    """The version's content is in the image of ``job``, maybe of another layout than before."""
+    version.rank, version.annex = job.rank, job.annex
+    if version.image != job.image:
         state.names.unlink(version)
-        version.image = image
+        version.image = job.image
         state.names.link(version)
 
 
@@ -250,6 +252,7 @@ def fail(state: State, job: Job, failure: Failure) -> None:
     entry = state.names.names[job.name]
     undrain(state, job)
     move(state, job, JobEvent.FAIL)
+    job.failure = failure
     state.reply(job.commands, Reply(-1, "failed", name=job.name, failure=failure))
     _release(state, job)
     entry.jobs.remove(job)

@@ -92,6 +92,11 @@ def extent_for(
             return cheap
         return (_IDLE, 0) if index in mine else (_BUSY, slot.last_used)
 
+    kept_for = arena.kept.get(job.id)
+    if kept_for is not None:
+        if kept_for.nbytes == job.annex:
+            return kept_for
+        slots.unclaim(job.id)  # it is another content by now
     claim = arena.claim
     if claim is not None and claim.job == job.id:
         inside = arena.inside(claim.extent)

@@ -1,10 +1,11 @@
 """The annex arena: which bytes of it each slot's adapter has.
 
 What an adapter has of experts, token matrices and token overlay lies in one extent of its own.
-Owns the extents, by slot, and the one *claim*: the bytes that are kept free, or being freed, for
-one waiting job. Pure and deterministic: the same calls give the same offsets. Invariants: extents
-lie within the arena and never overlap; holes need no books, they are what lies between extents;
-only the claim's own job is placed inside the claim.
+Owns the extents, by slot, the one *claim*: the bytes that are kept free, or being freed, for
+one waiting job, and what a new arena *keeps* for those who were pinned in the old one. Pure and
+deterministic: the same calls give the same offsets. Invariants: extents lie within the arena and
+never overlap; holes need no books, they are what lies between extents; only its own job is placed
+inside the claim, or inside what is kept.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Arena:
     def __init__(self, total: int, log: Log) -> None:
         self.total = total
         self.claim: Claim | None = None
+        #: By job, from before anything else was placed.
+        self.kept: dict[int, Extent] = {}
         self._extents: dict[int, Extent] = {}
         self._log = log
 
@@ -79,7 +82,8 @@ class Arena:
     ) -> Extent | None:
         """Where ``nbytes`` would lie if the extents in the way went: the hole that fits best, else
         the place whose dearest extent is the cheapest. ``weight``: of a slot's extent, ``None`` if
-        it must stay. A claim of another job than ``job`` stays too (-1: claims are no matter)."""
+        it must stay. What is claimed by or kept for another job than ``job`` stays too (-1: that is
+        no matter)."""
         held = sorted((e, s) for s, e in self._extents.items())
         weights = [weight(slot) for _, slot in held]
         starts, ends = [e.offset for e, _ in held], [e.end for e, _ in held]
@@ -104,12 +108,15 @@ class Arena:
 
     def _open(self, job: int) -> Iterator[tuple[int, int]]:
         """The ranges that ``job`` may be placed in."""
-        claim = self.claim
-        if claim is None or job in (-1, claim.job):
-            yield 0, self.total
-            return
-        yield 0, claim.extent.offset
-        yield claim.extent.end, self.total
+        begin = 0
+        if job >= 0:
+            others = [extent for other, extent in self.kept.items() if other != job]
+            if self.claim is not None and self.claim.job != job:
+                others.append(self.claim.extent)
+            for extent in sorted(others):
+                yield begin, extent.offset
+                begin = extent.end
+        yield begin, self.total
 
     @staticmethod
     def _places(low: int, high: int, nbytes: int, starts: list[int], ends: list[int]) -> list[int]:
@@ -124,8 +131,20 @@ class Arena:
         self.claim = Claim(job, extent)
         self._log.add("arena", f"{extent.nbytes} bytes at {extent.offset} claimed by job {job}")
 
+    def keep(self, sizes: dict[int, int]) -> None:
+        """Keep this many bytes for each of these jobs. Raises InternalError unless the arena is
+        empty and they fit."""
+        end = 0
+        for job, nbytes in sizes.items():
+            self.kept[job] = Extent(end, nbytes)
+            end += nbytes
+        if self._extents or end > self.total:
+            raise self._log.broken("arena", f"keeps {end} of {self.total} bytes")
+
     def unclaim(self, job: int) -> bool:
-        """End the claim of ``job``, if it has it; whether it had."""
+        """End what is claimed by or kept for ``job``; whether anything was."""
+        if self.kept.pop(job, None) is not None:
+            return True
         if self.claim is None or self.claim.job != job:
             return False
         self.claim = None

@@ -128,12 +128,22 @@ class Retire(msgspec.Struct, frozen=True, tag=True, array_like=True):
     slot: int
 
 
+class Resident(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter in a slot."""
+
+    slot: int
+    name: str
+    pinned: bool
+
+
 class Relayout(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Exchange the pool: nothing is in flight and nothing is leased. RelayoutDone or
-    RelayoutFailed comes, once."""
+    RelayoutFailed comes, once. The device refuses if the annexes of ``residents`` have no place in
+    the new arena: of each of them, and of all that are pinned together."""
 
     max_loras: int
     max_rank: int
+    residents: tuple[Resident, ...] = ()
 
 
 class DropImage(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -193,9 +193,11 @@ class Resize(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RelayoutDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The new pool stands, its slots and its arena of ``arena_bytes`` empty."""
+    """The new pool stands, its slots and its arena of ``arena_bytes`` empty. ``annexes``: how many
+    of them each resident that was named to the device will need."""
 
     arena_bytes: int = 0
+    annexes: tuple[int, ...] = ()
 
 
 class RelayoutFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from .events import Failure
+
 
 class JobKind(enum.Enum):
     LOAD = "load"
@@ -77,3 +79,4 @@ class Job:
     fresh: bool = False  #: its commit makes a new version
     generation: int = 0  #: of that version, reserved when its slot was chosen
     abandoned: bool = False  #: its name was unloaded meanwhile
+    failure: Failure | None = None  #: why it failed

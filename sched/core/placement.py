@@ -38,7 +38,7 @@ def place_all(state: State) -> None:
             and not adapters.is_fresh(entry, job)
         ):
             # The slot it drained from serves again: the wait is over without a commit.
-            adapters.relink(state, current, job.image)
+            adapters.relink(state, current, job)
             adapters.finish(state, entry, job, JobEvent.FINISH, "resident")
             continue
         if job.target >= len(slots):

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from . import adapters
-from .effects import DropImage, Relayout, Reply
+from .effects import DropImage, Relayout, Reply, Resident
 from .events import Failure, RelayoutDone, RelayoutFailed, Resize
-from .jobs import JobEvent
+from .jobs import Job, JobEvent
 from .registry import Version
 from .slots import SlotTable
 from .state import State
@@ -67,7 +67,7 @@ class Resizing:
     max_rank: int
     deadline: float
     state: ResizeState = ResizeState.DRAINING
-    refill: set[int] = field(default_factory=set)  #: jobs that bring the residents back
+    refill: list[Job] = field(default_factory=list)  #: what brings the residents back
 
     @property
     def holds(self) -> bool:
@@ -156,8 +156,7 @@ def settle(state: State) -> None:
         if failure is not None:  # pinned or loaded since it was asked for
             _refuse(state, resizing, failure)
             return
-        _move(state, resizing, ResizeEvent.QUIET)
-        state.out.append(Relayout(resizing.max_loras, resizing.max_rank))
+        _exchange(state, resizing)
     elif state.now >= resizing.deadline:
         leased = sum(s.leased for s in state.seqs.values())
         _refuse(
@@ -171,6 +170,13 @@ def settle(state: State) -> None:
                 found=f"{leased} requests run, {len(state.stages)} adapters are staged",
             ),
         )
+
+
+def _exchange(state: State, resizing: Resizing) -> None:
+    _move(state, resizing, ResizeEvent.QUIET)
+    slots = state.slots
+    residents = tuple(Resident(v.slot, v.name, slots[v.slot].pinned) for v in _residents(state))
+    state.out.append(Relayout(resizing.max_loras, resizing.max_rank, residents))
 
 
 def _refuse(state: State, resizing: Resizing, failure: Failure) -> None:
@@ -205,14 +211,16 @@ def built(state: State, event: RelayoutDone) -> None:
         entry.failed = None  # the new pool may hold what the old one could not
     if given_up:
         return
+    needs = dict(zip(residents, event.annexes, strict=True))
+    kept = {}
     for version in residents[: resizing.max_loras]:
-        _bring_back(state, resizing, version, version in pinned)
+        job = adapters.bring_back(state, state.names.names[version.name], version in pinned)
+        resizing.refill.append(job)
+        if job.pin and needs[version]:
+            kept[job.id] = needs[version]
+    # Or who is staged sooner could lie so that no place is left side by side.
+    state.slots.arena.keep(kept)
     refilled(state)
-
-
-def _bring_back(state: State, resizing: Resizing, version: Version, pin: bool) -> None:
-    job = adapters.bring_back(state, state.names.names[version.name], pin)
-    resizing.refill.add(job.id)
 
 
 def _forget_images(state: State) -> None:
@@ -227,14 +235,31 @@ def _forget_images(state: State) -> None:
 
 
 def refilled(state: State) -> None:
-    """Answer when all that was resident is back, or has failed to come back by name."""
+    """Answer when all that was resident is back, or has failed to come back by name; a resize that
+    lost somebody pinned has not succeeded."""
     resizing = state.resize
     if resizing is None or resizing.state is not ResizeState.REFILLING:
         return
-    resizing.refill &= state.jobs.keys()
-    if not resizing.refill:
-        state.reply([resizing.command], Reply(-1, "resized"))
-        _move(state, resizing, ResizeEvent.REFILLED)
+    if any(job.id in state.jobs for job in resizing.refill):
+        return
+    lost = next((job for job in resizing.refill if job.pin and job.failure is not None), None)
+    reply = Reply(-1, "resized") if lost is None else Reply(-1, "failed", failure=_not_back(lost))
+    state.reply([resizing.command], reply)
+    _move(state, resizing, ResizeEvent.REFILLED)
+
+
+def _not_back(job: Job) -> Failure:
+    cause = job.failure
+    assert cause is not None
+    return Failure(
+        cause.kind,
+        "pinned-not-back",
+        f"the pool is another, but a pinned adapter did not come back: {cause.message}"[:500],
+        job.name,
+        "every pinned adapter in a slot",
+        cause.code,
+        cause.retry_after_s,
+    )
 
 
 def not_built(state: State, event: RelayoutFailed) -> None:

@@ -17,8 +17,9 @@ import anyio
 import msgspec
 
 from ...errors import DeviceError, InternalError, RejectError, RotaError, StagingError
+from ...gpu.lora.annex import Resident, check_residents
 from ..staging import StageOutcome
-from ..worker import Done, RowLike
+from ..worker import Done, Relaid, RowLike
 from .kv import SimKV
 from .states import SimStates
 
@@ -39,13 +40,22 @@ def token_of(content: str, position: int) -> int:
 
 class SimImage(msgspec.Struct, frozen=True):
     """A slot image is its content's name. ``layout``: highest rank of the pool it was made for;
-    ``annex_bytes``: what it needs in the arena."""
+    ``annex``: what it needs in the arena of one for ranks up to ``RANK``."""
 
     content: str
     nbytes: int
     ranks: tuple[int, ...] = (8,)
     layout: int = RANK
-    annex_bytes: int = 0
+    annex: int = 0
+
+    @property
+    def annex_bytes(self) -> int:
+        """What it needs in the arena."""
+        return self.annex_at(self.layout)
+
+    def annex_at(self, layout: int) -> int:
+        """What it would need in a pool for ranks up to ``layout``: strides are the pool's."""
+        return -(-self.annex * layout // RANK)
 
 
 class SimStaged(msgspec.Struct, frozen=True):
@@ -105,6 +115,7 @@ class SimExecutor:
         arena_bytes: int = 0,
     ) -> None:
         self.contents: list[str | None] = [None] * slots
+        self.images: list[SimImage | None] = [None] * slots
         self.arena_bytes = arena_bytes
         #: First byte and end of each slot's annex.
         self.annexes: dict[int, tuple[int, int]] = {}
@@ -242,14 +253,18 @@ class SimExecutor:
                 raise DeviceError("writes over others", code="sim-arena", subject=f"{slot}: {over}")
             self.annexes[slot] = extent, end
         self._maybe_fail("commit")
-        self.contents[slot] = image.content
+        self.contents[slot], self.images[slot] = image.content, image
 
-    def relayout(self, max_loras: int, max_rank: int) -> int:
+    def relayout(self, max_loras: int, max_rank: int, residents: Sequence[Resident]) -> Relaid:
+        images = [self.images[r.slot] for r in residents]
+        needs = tuple(0 if image is None else image.annex_at(max_rank) for image in images)
+        check_residents(residents, needs, self.arena_bytes)
         self._maybe_fail("relayout")
         self.contents = [None for _ in range(max_loras)]
+        self.images = [None for _ in range(max_loras)]
         self.annexes.clear()
         self.max_rank = max_rank
-        return self.arena_bytes
+        return self.arena_bytes, needs
 
     def retire(self, slot: int) -> None:
         self.annexes.pop(slot, None)

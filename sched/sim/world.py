@@ -27,6 +27,7 @@ from .clock import run_virtual
 from .device import BASE, SimExecutor, SimFaults, SimSource, SimStager, SimThread, token_of
 from .kv import SimKV
 from .laws import Ledger
+from .pins import Pins
 from .records import Violation
 from .scenario import Ask, Do, Fault, Jump, Scenario, Shut, SourceSpec
 from .states import SimStates
@@ -142,6 +143,7 @@ class SimWorld:
             clock_may_jump=any(isinstance(a, Jump) for a in scenario.actions),
             retires_work=not any(f.kind == "retire" or "dead" in f.code for f in scenario.faults),
         )
+        self.pins = Pins(self.ledger.need)
         self.observers = observers
         self._moment, self._at_once = 0.0, 0
         self.events = 0
@@ -176,6 +178,7 @@ class SimWorld:
             self.ledger.broken("livelock", f"{self._at_once} events while no time passes")
             raise InternalError("the core goes round in circles", code="livelock")
         self.ledger.see(event, effects, now)
+        self.pins.see(event, effects, self.core.stats)
         for observer in self.observers:
             observer(event, effects, now)
         self.core.check()

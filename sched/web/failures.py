@@ -30,6 +30,8 @@ _BY_CODE = {
     "resize-in-progress": 409,
     "pinned-do-not-fit": 409,
     "resident-rank-too-large": 409,
+    "resident-annex-too-large": 409,
+    "pinned-annexes-do-not-fit": 409,
     "body-too-large": 413,
     "unsupported-media-type": 415,
     "unauthorized": 401,

@@ -39,6 +39,7 @@ class World:
         #: Bytes of the annex of each content, and where each slot's annex lies.
         self.annex: dict[str, int] = {}
         self.annexes: dict[int, range] = {}
+        self.slot_content: dict[int, str] = {}
         self.tokens: dict[int, list[tuple[int, int]]] = {}
         self.ended: dict[int, fx.Ended] = {}
         self.replies: dict[int, fx.Reply] = {}
@@ -184,6 +185,7 @@ class World:
                     self.send(ev.CommitFailed(commit, failure, fatal))
                     return True
                 self.slot_id[slot] = ident
+                self.slot_content[slot] = self.images[image]
                 self.send(ev.CommitDone(commit))
             case fx.Spill(seq, blocks):
                 left = self.states.pop(seq) if self.config.recurrent else None
@@ -211,14 +213,19 @@ class World:
                     self.states[seq] = back
                 assert [i for i, _ in places] == list(range(count - len(places), count))
                 self.send(ev.RestoreDone(seq))
-            case fx.Relayout(max_loras):
+            case fx.Relayout(max_loras, _, residents):
                 assert not self.staging and not self.open, "no global barrier"
                 if fail:
                     self.send(ev.RelayoutFailed(failure, fatal))
                     return True
                 self.slot_id = [0] * max_loras
                 self.annexes.clear()
-                self.send(ev.RelayoutDone(self.config.arena_bytes))
+                # The test may have given the contents annexes of another size by now.
+                needs = tuple(self.annex.get(self.slot_content[r.slot], 0) for r in residents)
+                assert sum(n for r, n in zip(residents, needs, strict=True) if r.pinned) <= (
+                    self.config.arena_bytes
+                )
+                self.send(ev.RelayoutDone(self.config.arena_bytes, needs))
             case fx.Retire(slot):
                 self.annexes.pop(slot, None)
                 self.slot_id[slot] = 0

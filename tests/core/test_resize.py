@@ -261,3 +261,90 @@ def test_what_the_old_pool_could_not_hold_is_tried_again_in_the_new_one(world: W
     w.settle()
     assert w.now < 1.0, "a failure is remembered longer than all this took"
     assert w.ended[3].reason == "length"
+
+
+def test_a_pinned_one_that_does_not_come_back_is_no_success(world: World) -> None:
+    w = world(max_loras=2)
+    w.load("a", 1, pin=True)
+    w.load("b", 2)
+    command = resize(w, 2, 16)
+    w.run_device()
+    stages = {job.name: stage for stage, job in w.staging.items()}
+    w.run_stage(stages["a"], fail="adapter-unreadable")
+    assert command not in w.replies
+    w.settle()
+    failure = w.replies[command].failure
+    assert (failure.code, failure.kind) == ("pinned-not-back", "reject")
+    assert (failure.subject, failure.found) == ("a", "adapter-unreadable")
+    assert [s.name for s in w.core.stats().slots if s.name] == ["b"]
+    # Who was not pinned may be lost.
+    command = resize(w, 2, 32)
+    w.run_device()
+    w.run_stage(fail="adapter-unreadable")
+    w.settle()
+    assert w.replies[command].outcome == "resized"
+
+
+def annexes(w: Any, **sizes: int) -> None:
+    w.annex |= {f"digest-{name[1:]}": size for name, size in sizes.items()}
+
+
+def test_the_new_arena_keeps_a_place_for_each_that_was_pinned(world: World) -> None:
+    w = world(max_loras=3, arena_bytes=100)
+    annexes(w, s1=5, s2=5, s3=45)
+    for name, source, pin in (("a", 1, False), ("b", 2, True), ("c", 3, True)):
+        w.load(name, source, pin=pin)
+    command = resize(w, 3, 128)
+    assert [(r.name, r.pinned) for r in w.device[0].residents] == [
+        ("c", True),
+        ("b", True),
+        ("a", False),
+    ]
+    annexes(w, s1=10, s2=10, s3=90)
+    w.run_device()
+    stages = {job.name: stage for stage, job in w.staging.items()}
+    # The one that is not pinned is there first, and is in nobody's way.
+    for name in ("a", "b", "c"):
+        w.run_stage(stages[name])
+        while w.run_device():
+            pass
+    w.settle()
+    assert w.replies[command].outcome == "resized"
+    assert sorted(s.name for s in w.core.stats().slots if s.pinned) == ["b", "c"]
+    assert w.core.stats().arena.used == 100
+
+
+def test_what_is_kept_goes_with_its_job(world: World) -> None:
+    w = world(max_loras=2, arena_bytes=100)
+    annexes(w, s1=60, s2=80, s7=30, s8=80)
+    w.load("a", 1, pin=True)
+    command = resize(w, 2, 16)
+    w.run_device()
+    w.content[1] = "digest-7"  # its directory has changed since
+    load = w.command(ev.Load, "b", 2)
+    w.run_stage(list(w.staging)[1])
+    assert not w.device, "no place beside what is kept"
+    w.settle()
+    assert w.replies[command].outcome == "resized"
+    assert w.replies[load].failure.code == "POOL_FULL", "30 bytes are pinned"
+    command = resize(w, 2, 32)
+    w.run_device()
+    w.run_stage(fail="adapter-unreadable")
+    assert w.replies[command].failure.code == "pinned-not-back"
+    w.load("b", 8)
+    assert w.core.stats().arena.used == 80
+
+
+def test_an_annex_is_of_the_layout_its_image_was_made_for(world: World) -> None:
+    w = world(max_loras=1, arena_bytes=100)
+    annexes(w, s1=80, s2=100)
+    w.load("a", 1)
+    annexes(w, s1=20)
+    resize(w, 1, 8)
+    w.settle()
+    assert w.core.stats().arena.used == 20
+    stages = w.core.stats().stages
+    w.load("b", 2)
+    w.submit(1, "a", n=1)  # again, from its host image
+    w.settle()
+    assert w.core.stats().arena.used == 20 and w.core.stats().stages == stages + 1

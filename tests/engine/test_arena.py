@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import rota
-from rota.errors import RejectError
+from rota.errors import CommandError, RejectError
 from rota.gpu.host import HostDevice
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.sched import lifecycle
@@ -133,3 +133,48 @@ async def test_a_resize_makes_the_arena_anew_and_residents_come_back(device: str
         assert after.total == before.total // 2 and after.used == before.used > 0
         got = await answer(engine, oracle.prompt("experts"), "experts")
         assert got == oracle.greedy("experts")
+
+
+async def test_a_pinned_adapter_is_not_lost_by_a_larger_rank(device: str) -> None:
+    oracle = load_oracle("qwen35_moe")
+    options = OPTIONS | {"max_lora_rank": 8, "max_expert_rank": 0}
+    async with rota.Engine(oracle.model, device="cpu", **options) as engine:
+        report = (await engine.load("experts", oracle.adapter("experts"))).report
+        assert report is not None
+        size = report.annex_bytes
+        await engine.resize(max_lora_rank=16)
+        need = engine.stats().arena.used
+        assert need > size
+    prompt, right = oracle.prompt("experts"), oracle.greedy("experts")
+    for pin in (True, False):
+        async with rota.Engine(
+            oracle.model, device="cpu", adapter_arena_bytes=size + 1024, **options
+        ) as engine:
+            await engine.load("experts", oracle.adapter("experts"), pin=pin)
+            before = engine.stats()
+            with pytest.raises(CommandError) as refused:
+                await engine.resize(max_lora_rank=16)
+            assert refused.value.code == "resident-annex-too-large"
+            assert refused.value.subject == "experts"
+            assert refused.value.expected == f"an arena of at least {need} bytes"
+            assert refused.value.found == f"{before.arena.total} bytes"
+            after = engine.stats()
+            assert (after.slots, after.arena) == (before.slots, before.arena)
+            assert engine.info.max_lora_rank == 8
+            assert await answer(engine, prompt, "experts") == right
+            await engine.resize(max_loras=2)  # annexes of one size
+            assert await answer(engine, prompt, "experts") == right
+    async with rota.Engine(
+        oracle.model, device="cpu", adapter_arena_bytes=2 * size + 1024, **options
+    ) as engine:
+        for name in ("one", "two"):
+            await engine.load(name, oracle.adapter("experts"), pin=True)
+        with pytest.raises(CommandError) as refused:
+            await engine.resize(max_lora_rank=16)
+        assert refused.value.code == "pinned-annexes-do-not-fit"
+        assert refused.value.expected == f"an arena of at least {2 * need} bytes"
+        await engine.unpin("two")
+        await engine.resize(max_lora_rank=16)
+        kept = [slot.name for slot in engine.stats().slots if slot.pinned]
+        assert kept == ["one"]
+        assert await answer(engine, prompt, "one") == right

@@ -17,6 +17,7 @@ from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
+from rota.sched.core.effects import Resident
 
 PROMPT = (44, 54, 99, 14, 50, 102)
 OPTIONS: dict[str, Any] = {
@@ -158,16 +159,18 @@ def test_low_rank_token_matrices_have_their_room_in_the_new_pool_too(
     device = HostDevice(checked=True, allow_foreign=kind is TorchRunner)
     runner = kind.load(folder / "base", device, RunnerOptions(**options))
 
-    def place(slot: int) -> None:
+    def place(slot: int) -> int:
         source = DirectorySource(str(folder / "adapters" / "embed_head_lora"))
         image = stage(source, runner.layout, base_rows=runner.base_rows).image
         runner.commit(slot, image, slot * runner.layout.max_annex_bytes)
+        return image.annex_bytes
 
-    place(1)
+    held = place(1)
     base, before = tokens(runner, -1), tokens(runner, 1)
     assert base != before
     strides = [pair.stride for pair in runner.layout.pairs[-2:]]
-    runner.relayout(3, 32)
+    who = [Resident(1, "a", True)]
+    assert runner.relayout(3, 32, who) == (runner.layout.max_annex_bytes * 3, (held,))
     place(2)
     assert tokens(runner, 2) == before and tokens(runner, -1) == base
     assert strides == [pair.stride for pair in runner.layout.pairs[-2:]] == [8, 8]

@@ -15,7 +15,7 @@ from sim_broken import must_be_caught
 from rota.sched.core import adapters, commands, placement, planning, registry, resize, tables
 from rota.sched.core import events as ev
 from rota.sched.core.core import Core
-from rota.sched.core.effects import Ended, Relayout, Retire
+from rota.sched.core.effects import Ended, Retire
 from rota.sched.core.identity import adapter_id
 from rota.sched.core.lanes import Lanes
 from rota.sched.core.memory import KvMemory
@@ -187,8 +187,7 @@ def resizes_under_leases(patch: Patch) -> None:
         ready = resizing is not None and resizing.state is resize.ResizeState.DRAINING
         if ready and state.seqs and not (state.steps or state.stages or state.commits):
             assert resizing is not None
-            resize._move(state, resizing, resize.ResizeEvent.QUIET)
-            state.out.append(Relayout(resizing.max_loras, resizing.max_rank))
+            resize._exchange(state, resizing)
             return
         real(state)
 
