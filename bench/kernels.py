@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -41,7 +42,7 @@ LINEARS = {
 }
 
 
-def best(call: Callable[[], None], seconds: float = 0.3) -> float:
+def best(call: Callable[[], object], seconds: float = 0.3) -> float:
     """The least time of one call in microseconds, over about `seconds` of calls."""
     call()
     least, end = float("inf"), time.perf_counter() + seconds
@@ -173,10 +174,8 @@ def main() -> None:
         linear = fast.linear(weight)
         for rows in chosen.rows:
             x = torch.randn(rows, k_in).to(DTYPE)
-            # Bound for this turn of the loop.
-            ours = best(lambda x=x, linear=linear: linear(x))  # type: ignore[misc]
-            # Bound for this turn of the loop.
-            note(name, rows, ours, best(lambda x=x, w=weight: x @ w.T))  # type: ignore[misc]
+            ours = best(partial(linear, x))
+            note(name, rows, ours, best(partial(torch.matmul, x, weight.T)))
     for name, (k_in, outs) in GROUPS.items():
         adapters = Adapters(k_in, outs)
         for rows in chosen.rows:

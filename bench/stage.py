@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +276,7 @@ def measure(
         RAW: lambda: raw.new(size),
         RAW_KEPT: lambda: raw.kept(size),
     }
-    for way, source in sources.items():
-        # Bound for this turn of the loop.
-        calls[way] = lambda s=source: stage(s, layout)  # type: ignore[misc]
+    calls |= {way: partial(stage, source, layout) for way, source in sources.items()}
     images = {way: calls[way]().image.buffer for way in sources}
     for way, image in images.items():
         assert np.array_equal(image, images["disk"]), f"{way} gave other bytes"

@@ -53,7 +53,7 @@ async def replaces(
     ``cached``: keep images in the host cache, and fill it before the clock runs. ``new_kind``: give
     an adapter another config before it is loaded."""
     steady, first, second = adapters[0], adapters[1], adapters[2]
-    options = {
+    options: dict[str, Any] = {
         "max_loras": 4,
         "max_lora_rank": 16,
         "kv_bytes": 256 << 20,
@@ -140,11 +140,16 @@ def main() -> None:
             ("cold, new kind", 0),
         ):
             name = f"rota {kind}, {streams or 'no'} streams"
-            how = {"streams": streams, "cached": kind == "host cache"}
-            how["new_kind"] = kind == "cold, new kind"
-            results[name] = anyio.run(
-                partial(replaces, options.model, adapters, options.repeats, **how)
+            run = partial(
+                replaces,
+                options.model,
+                adapters,
+                options.repeats,
+                streams=streams,
+                cached=kind == "host cache",
+                new_kind=kind == "cold, new kind",
             )
+            results[name] = anyio.run(run)
             print(name, json.dumps(results[name]), flush=True)
         for name in ("peft", "vllm"):
             python = getattr(options, name)

@@ -5,6 +5,7 @@ Every sleep is of virtual time."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -67,8 +68,7 @@ async def test_a_cancel_at_every_await_leaves_a_sound_engine(call: str, depth: i
             first = await before.__anext__()
             busy = s.generate("busy", n=8)
             began = await busy.__anext__()
-            # Bound for this turn of the loop.
-            hit = await cancelled_at(nth, lambda sim=s: CALLS[call](sim))  # type: ignore[misc]
+            hit = await cancelled_at(nth, partial(CALLS[call], s))
             rest = [e.token_id async for e in before]
             assert [first.token_id, *rest] == expected("A", 12), "a bystander was hurt"
             assert [began.token_id, *[e.token_id async for e in busy]] == expected("B", 8)
