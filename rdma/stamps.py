@@ -28,14 +28,23 @@ def _old(row: Row, now_ns: int) -> bool:
     return now_ns - max(row[2], row[3]) >= YOUNG_NS
 
 
-def stamps_of(path: Path, now_ns: int) -> tuple[Row, ...] | None:
-    """Of the adapter's files, by name; ``None`` when one is too young to trust, or unreadable."""
+def rows_of(path: Path) -> tuple[Row, ...] | None:
+    """Of the adapter's files, by name; ``None`` when there are none, or one is unreadable."""
     try:
         with os.scandir(path) as entries:
             rows = sorted(_row(e.name, e.stat()) for e in entries if belongs(e.name))
     except OSError:
         return None
-    return tuple(rows) if all(_old(row, now_ns) for row in rows) else None
+    return tuple(rows) or None
+
+
+def stamps_of(path: Path, now_ns: int) -> tuple[Row, ...] | None:
+    """`rows_of`, or ``None`` when one is too young to trust.
+
+    Whoever writes a file may set its mtime as it was; its ctime tells of it.
+    """
+    rows = rows_of(path)
+    return rows if rows is not None and all(_old(row, now_ns) for row in rows) else None
 
 
 class Watch:

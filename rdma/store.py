@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import CapacityError, RequestError, RotaError, StagingError
 from ..gpu.lora.config import parse_config
-from ..gpu.lora.directory import belongs, read_directory
+from ..gpu.lora.directory import read_directory
 from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import SlotLayout
 from ..gpu.lora.report import LoadReport
@@ -31,7 +31,7 @@ from .hashes import KNOWN, chunk_digests
 from .layouts import DigestedAdapter, HeldSource
 from .messages import MAX_IDS, Packed
 from .region import Region
-from .stamps import Row, Watch, stamps_of
+from .stamps import Row, Watch, rows_of, stamps_of
 
 
 class Registrar(Protocol):
@@ -284,9 +284,9 @@ class Store:
     def _read(self, path: Path) -> tuple[RawAdapter, tuple[Row, ...] | None]:
         """All files as they were at one moment (same stamps before and after)."""
         for _ in range(self.limits.attempts):
-            before = self._exact(path)
+            before = rows_of(path)
             config, shards = read_directory(path, self.limits.files)
-            if self._exact(path) == before:
+            if rows_of(path) == before:
                 return RawAdapter(config, shards), stamps_of(path, self._clock_ns())
         raise StagingError(
             "the adapter's files change while they are read",
@@ -294,18 +294,6 @@ class Store:
             subject=path.name,
             retry_after_s=1.0,
         )
-
-    @staticmethod
-    def _exact(path: Path) -> list[Row] | None:
-        try:
-            return sorted(
-                (e.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
-                for e in path.iterdir()
-                if belongs(e.name)
-                for s in (e.stat(),)
-            )
-        except OSError:
-            return None
 
     # -- memory
 

@@ -19,16 +19,12 @@ import anyio
 import msgspec
 
 from ..errors import RotaError, StagingError
-from ..gpu.lora.directory import belongs
+from ..rdma.stamps import Row, stamps_of
 from .prompt import prompt_switching
 from .threads import Threads
 
-#: File systems stamp changes with a coarse clock: a file younger than this may change again without
-#: its stamp changing, so its signature proves nothing (the "racy clean" problem).
-_RACY_NS = 2_000_000_000
-
 #: What an unchanged source still looks like: files' stamps of a directory, else a digest.
-Signature = tuple[tuple[str, int, int, int, int], ...] | str
+Signature = tuple[Row, ...] | str
 
 
 class Staged(Protocol):
@@ -82,25 +78,6 @@ def source_key(source: Any) -> Hashable:
         return ("dir", os.path.abspath(path))
     place: Hashable | None = getattr(source, "place", None)
     return ("object", id(source)) if place is None else place
-
-
-def directory_signature(path: Path, now_ns: int) -> Signature | None:
-    """Name, size, times and inode of every file a directory adapter is read from; ``None`` when the
-    files are too young to trust, or cannot be read. Whoever writes a file may set its mtime as it
-    was; its ctime tells of it."""
-    rows = []
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if belongs(entry.name) and entry.is_file():
-                    stat = entry.stat()
-                    if now_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) < _RACY_NS:
-                        return None
-                    times = stat.st_mtime_ns, stat.st_ctime_ns
-                    rows.append((entry.name, stat.st_size, *times, stat.st_ino))
-    except OSError:
-        return None
-    return tuple(sorted(rows)) or None
 
 
 class Stager:
@@ -176,7 +153,7 @@ class Stager:
         before = None
         if path is not None:
             key = ("dir", os.path.realpath(path))
-            before = directory_signature(Path(path), self._clock_ns())
+            before = stamps_of(Path(path), self._clock_ns())
         if before is not None:
             found = self._find(key, before)
             if found is not None:
@@ -190,7 +167,7 @@ class Stager:
         if path is not None:
             after = None
             if before is not None:
-                after = directory_signature(Path(path), self._clock_ns())
+                after = stamps_of(Path(path), self._clock_ns())
             return StageOutcome(staged, -1, after if after == before else None, key)
         if getattr(source, "place", None) is None:
             return StageOutcome(staged, -1, None, key)

@@ -232,7 +232,7 @@ def test_registrations_over_many_promotions(kit: Any, folder: Path) -> None:
 def test_files_that_never_hold_still(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store({"one": folder})
     ticks = iter(range(100))
-    monkeypatch.setattr(store, "_exact", lambda path: next(ticks))
+    monkeypatch.setattr("rota.rdma.store.rows_of", lambda path: next(ticks))
     assert code(store.open, "one") == "adapter-changing"
 
 
