@@ -86,7 +86,7 @@ class Shell:
         self._last_id = 0
         self._floor = 0.0
         self.timings = Timings(time.perf_counter)
-        self.seen = Seen()
+        self.seen = Seen(lambda name: core.source_of(name) is not None)
         self.closed = anyio.Event()
         self.broken: RotaError | None = None
 
@@ -123,7 +123,9 @@ class Shell:
         ident = self.new_id()
         pending = self._pending[ident] = Pending()
         try:
-            self._turn(make(ident))
+            self._turn(event := make(ident))
+            if isinstance(event, ev.Unload):  # now: its answer may come after the name is new again
+                self.seen.check(event.name)
             await pending.done.wait()
         finally:
             if self._pending.pop(ident, None) is not None and not self.closed.is_set():
@@ -297,11 +299,10 @@ class Shell:
 
     def _reply(self, effect: fx.Reply) -> None:
         pending = self._pending.pop(effect.command, None)
+        self.seen.check(effect.name)  # a load that failed leaves no name
         if pending is None:
             return
         pending.reply = effect
-        if effect.outcome in ("unloaded", "still-draining"):
-            self.seen.forget(effect.name)
         staged = self._stager.images.get(effect.image)
         pending.report = staged.report if staged is not None else None
         if effect.failure is not None:
