@@ -32,17 +32,11 @@ from .strictjson import loads_object
 
 
 class Sink(Protocol):
-    """Takes an adapter of one file piece by piece, if it knows its kind.
-
-    Attributes:
-        missing: bytes of the file that it has not got.
-    """
-
-    missing: int
+    """Takes an adapter of one file piece by piece, if it knows its kind."""
 
     def offer(self, config: bytes, head: npt.NDArray[np.uint8], size: int) -> bool:
         """Whether it takes a file of ``size`` bytes that begins with ``head``. If so it has taken
-        ``size - missing`` bytes of it."""
+        ``head``."""
         ...
 
     def room(self) -> memoryview:

@@ -105,11 +105,4 @@ class BytesSource:
         """See `StreamedSource.stream`."""
         raw = self.read(limits)
         (data,) = raw.shards
-        if not sink.offer(raw.config, data, data.nbytes):
-            return raw
-        done = data.nbytes - sink.missing
-        while (room := sink.room()).nbytes:
-            room[:] = data[done : done + room.nbytes].data
-            done += room.nbytes
-            sink.filled(room.nbytes)
-        return None
+        return None if sink.offer(raw.config, data, data.nbytes) else raw
