@@ -24,8 +24,9 @@ _GOING, _IDLE, _BUSY = 1, 2, 3
 
 
 def refusal(state: State, job: Job, own: int) -> Failure | None:
-    """Why ``job`` can never be placed as things are: its annex is larger than the arena, or pinned
-    versions leave no place for it. ``own``: the slot of the version it replaces, or -1."""
+    """Why ``job``, which has an annex, can never be placed as things are: that is larger than the
+    arena, or pinned versions, in place or on their way back, leave none for it. ``own``: the slot
+    of the version it replaces, or -1."""
     arena = state.slots.arena
     if job.annex > arena.total:
         return Failure(
@@ -41,10 +42,12 @@ def refusal(state: State, job: Job, own: int) -> Failure | None:
     def movable(index: int) -> Weight | None:
         return None if _stays(state.slots[index], mine) else FREE
 
-    if job.annex == 0 or arena.window(job.annex, movable) is not None:
+    if arena.window(job.annex, movable, job.id, ever=True) is not None:
         return None
     pinned = [s for s in state.slots.slots if s.annex and _stays(s, mine)]
-    held = (f"{s.version.name}: {s.annex}" for s in pinned if s.version is not None)
+    held = [f"{s.version.name}: {s.annex}" for s in pinned if s.version is not None]
+    coming = {j: e.nbytes for j, e in arena.kept.items() if j != job.id}
+    held += [f"{state.jobs[j].name}: {nbytes}" for j, nbytes in coming.items()]
     return Failure(
         "capacity",
         "POOL_FULL",

@@ -78,17 +78,22 @@ class Arena:
         return self._extents.pop(slot, None) is not None
 
     def window(
-        self, nbytes: int, weight: Callable[[int], Weight | None], job: int = -1
+        self,
+        nbytes: int,
+        weight: Callable[[int], Weight | None],
+        job: int = -1,
+        *,
+        ever: bool = False,
     ) -> Extent | None:
         """Where ``nbytes`` would lie if the extents in the way went: the hole that fits best, else
         the place whose dearest extent is the cheapest. ``weight``: of a slot's extent, ``None`` if
         it must stay. What is claimed by or kept for another job than ``job`` stays too (-1: that is
-        no matter)."""
+        no matter); ``ever``: a claim, which ends, does not."""
         held = sorted((e, s) for s, e in self._extents.items())
         weights = [weight(slot) for _, slot in held]
         starts, ends = [e.offset for e, _ in held], [e.end for e, _ in held]
         best: tuple[tuple[Weight, int, int, int], Extent] | None = None
-        for low, high in self._open(job):
+        for low, high in self._open(job, ever):
             for offset in self._places(low, high, nbytes, starts, ends):
                 first = bisect_right(ends, offset)
                 last = bisect_left(starts, offset + nbytes)
@@ -106,12 +111,12 @@ class Arena:
                     best = cost, Extent(offset, nbytes)
         return None if best is None else best[1]
 
-    def _open(self, job: int) -> Iterator[tuple[int, int]]:
+    def _open(self, job: int, ever: bool) -> Iterator[tuple[int, int]]:
         """The ranges that ``job`` may be placed in."""
         begin = 0
         if job >= 0:
             others = [extent for other, extent in self.kept.items() if other != job]
-            if self.claim is not None and self.claim.job != job:
+            if self.claim is not None and self.claim.job != job and not ever:
                 others.append(self.claim.extent)
             for extent in sorted(others):
                 yield begin, extent.offset

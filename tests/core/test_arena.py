@@ -125,3 +125,19 @@ def test_one_claim_at_a_time_and_only_for_its_job() -> None:
         arena.keep_for(8, Extent(30, 10))
     assert not arena.unclaim(8) and arena.unclaim(7) and not arena.unclaim(7)
     assert arena.window(20, free_nothing, 8) == Extent(0, 20)
+
+
+def test_what_is_kept_is_its_jobs_alone_until_it_is_let_go() -> None:
+    arena = Arena(100, Log(10))
+    arena.keep({7: 30, 8: 20})
+    assert arena.window(60, free_nothing, 9) is None
+    assert arena.window(60, free_nothing, 9, ever=True) is None
+    assert arena.window(50, free_nothing, 9) == Extent(50, 50)
+    assert arena.window(30, free_nothing, 7) == Extent(0, 30)
+    assert arena.unclaim(8) and not arena.unclaim(8)
+    assert arena.window(60, free_nothing, 9) == Extent(30, 60)
+    with pytest.raises(InternalError):
+        Arena(40, Log(10)).keep({1: 30, 2: 20})
+    arena.take(0, Extent(90, 10))
+    with pytest.raises(InternalError):
+        arena.keep({9: 10})

@@ -323,10 +323,12 @@ def test_what_is_kept_goes_with_its_job(world: World) -> None:
     w.content[1] = "digest-7"  # its directory has changed since
     load = w.command(ev.Load, "b", 2)
     w.run_stage(list(w.staging)[1])
-    assert not w.device, "no place beside what is kept"
+    refused = w.replies[load].failure
+    assert (refused.code, refused.found) == ("POOL_FULL", "pinned bytes of a: 60"), "on its way"
+    assert refused.retry_after_s > 0
     w.settle()
     assert w.replies[command].outcome == "resized"
-    assert w.replies[load].failure.code == "POOL_FULL", "30 bytes are pinned"
+    assert w.core.stats().arena.used == 30, "of another size by now"
     command = resize(w, 2, 32)
     w.run_device()
     w.run_stage(fail="adapter-unreadable")

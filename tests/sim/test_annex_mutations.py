@@ -49,8 +49,9 @@ def bytes_never_given_back(patch: Patch) -> None:
     patch.setattr(Arena, "inside", lambda self, w: [s for s in inside(self, w) if s < 1000])
     window = Arena.window
 
-    def ignoring(self: Arena, nbytes: int, weight: Any, job: int = -1) -> Any:
-        return window(self, nbytes, lambda s: None if s >= 1000 else weight(s), job)
+    def ignoring(self: Arena, nbytes: int, weight: Any, *more: Any, **ever: Any) -> Any:
+        own = lambda s: None if s >= 1000 else weight(s)  # noqa: E731
+        return window(self, nbytes, own, *more, **ever)
 
     patch.setattr(Arena, "window", ignoring)
 
@@ -63,7 +64,7 @@ def bytes_of_a_failed_commit_stay(patch: Patch) -> None:
 
 
 def extents_that_overlap(patch: Patch) -> None:
-    def window(self: Arena, nbytes: int, weight: Any, job: int = -1) -> Extent | None:
+    def window(self: Arena, nbytes: int, weight: Any, job: int = -1, **_: Any) -> Extent | None:
         return Extent(0, nbytes) if nbytes <= self.total else None
 
     def take(self: Arena, slot: int, extent: Extent) -> None:
@@ -80,10 +81,10 @@ def extents_past_the_end(patch: Patch) -> None:
 
     real = Arena.window
 
-    def window(self: Arena, nbytes: int, weight: Any, job: int = -1) -> Extent | None:
+    def window(self: Arena, nbytes: int, weight: Any, *more: Any, **ever: Any) -> Extent | None:
         self.total += 5
         try:
-            return real(self, nbytes, weight, job)
+            return real(self, nbytes, weight, *more, **ever)
         finally:
             self.total -= 5
 
