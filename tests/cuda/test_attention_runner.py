@@ -94,6 +94,45 @@ def test_a_model_answers_the_same_by_any_way(load, data_dir, kernels, way, famil
     assert runner.captured == {"flashinfer": 1, "torch-varlen": 2}[way]
 
 
+def decoded(runner, depth, steps=18):
+    """Prompts and what follows them, ``depth`` steps in flight: rows change places, most end."""
+    known = {
+        seq: [(7 * seq + 3 * at) % 90 + 1 for at in range(count)]
+        for seq, count in enumerate(PROMPTS)
+    }
+    for seq, tokens in known.items():
+        runner.open_sequence(seq, tokens, SamplingParams())
+    ends, before, flights = dict.fromkeys(known, 0), [], []
+    for turn in range(steps):
+        order = list(known)[: 5 if turn < steps // 2 else 2]
+        order = order[turn % 2 :] + order[: turn % 2]
+        rows = []
+        for seq in order:
+            tokens = known[seq] if turn == 0 else known[seq][-1:]
+            if turn and depth == 2:
+                tokens = [~before.index(seq)]
+            blocks = tuple(4 * seq + 3 - at for at in range(4))
+            rows.append(RowInput(seq, -1, ends[seq], tuple(tokens), blocks, True))
+            ends[seq] += len(tokens)
+        flights.append((order, runner.begin(rows)))
+        before = order
+        while len(flights) > (depth - 1 if turn < steps - 1 else 0):
+            asked, flight = flights.pop(0)
+            for seq, output in zip(asked, flight.finish(), strict=True):
+                assert output.error is None
+                known[seq].append(output.token)
+    for seq in known:
+        runner.close_sequence(seq)
+    return known
+
+
+@pytest.mark.parametrize("way", ["torch", "torch-varlen", "flashinfer"])
+def test_two_steps_in_flight_choose_what_one_at_a_time_does(load, kernels, way):
+    """Each step is planned from rows of its own, while the one before it runs."""
+    runner = load("llama", way)
+    assert decoded(runner, 2) == decoded(runner, 1)
+
+
 def test_auto_takes_torchs_kernel_and_names_what_it_passed(load, kernels, monkeypatch):
     assert load("llama", "auto").info.attention == "torch-varlen"
     kernels[0].broken = True

@@ -353,6 +353,10 @@ def test_rows_without_such_an_adapter_keep_every_bit_beside_one(on_driver, drive
     here.commit(0, ZOO / "llama" / "embed_head_dora")
     here.commit(1, "attn_mlp_r8")
     seen = []
+    launches = ("cuLaunchKernel", "cuLaunchKernelEx")
+    before = [driver.calls[call] for call in launches]
+    here.step((-1, -1), [0, 0], [[9, 8, 7], [4]])  # nor for prompts of base
+    assert [driver.calls[call] for call in launches] == before
     for mix in ((-1, -1, -1, -1), (0, -1, -1, 0), (1, 1, -1, -1), (1, 0, -1, 0)):
         before = driver.calls["cuLaunchKernelEx"]
         for _ in range(3):  # eagerly, captured, replayed
