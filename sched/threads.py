@@ -56,7 +56,7 @@ class Threads:
 
     async def run(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` on a thread and give what it gives, or raise what it raises. Cancelled: the
-        work goes on, unheard."""
+        work goes on, unheard. Raises RuntimeError if the system gives no thread and none is here."""
         if self._post is None:
             self._post = loop_poster()
         job = _Job(work, self._post)
@@ -65,8 +65,14 @@ class Threads:
             if self._idle >= len(self._jobs):
                 self._changed.notify()
             elif self._count < self._limit:
-                self._count += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                except RuntimeError:  # no more of them: those there are do it
+                    if not self._count:
+                        self._jobs.remove(job)
+                        raise
+                else:
+                    self._count += 1
         while not job.over:
             await job.bell.wait()
         if job.error is not None:

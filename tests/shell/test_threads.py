@@ -71,6 +71,34 @@ async def test_a_free_thread_is_used_before_another_begins() -> None:
     threads.close()
 
 
+async def test_without_another_thread_those_there_are_do_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is lost or waits for ever, and threads begin again when the system has some."""
+    threads, go = Threads(4, "test"), threading.Event()
+
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        for _ in range(5):
+            with pytest.raises(RuntimeError):
+                await threads.run(lambda: 1)
+    assert threads.count == 0 and not threads._jobs
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(threads.run, lambda: go.wait(30))
+        await until(lambda: threads.count == 1 and not threads._jobs)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none)
+            tasks.start_soon(threads.run, go.is_set)
+            await until(lambda: len(threads._jobs) == 1)
+        go.set()
+    assert threads.count == 1
+    threads.close()
+    await until(lambda: threads.count == 0)
+
+
 async def test_threads_end_when_there_is_nothing_to_do() -> None:
     threads = Threads(2, "test", idle_s=0.001)
     for _ in range(3):
