@@ -157,7 +157,7 @@ class ImageLanding:
         self._carrier, self._adapter, self._want = carrier, adapter, want
         self._least = files_at_least
         self._session = carrier.session
-        if want.buffer is not None:  # it is refused before anything is asked
+        if want.buffer is not None:  # a wrong one is refused before anything is asked
             reuse_buffer(want.buffer, want.layout.slot_bytes)
         self._target: npt.NDArray[np.uint8] | None = None
         self._manifest: m.Manifest | None = None

@@ -56,7 +56,7 @@ class Threads:
 
     async def run(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` on a thread and give what it gives, or raise what it raises. Cancelled: the
-        work goes on, unheard. Raises RuntimeError if the system gives no thread and none is here."""
+        work goes on, unheard. Raises RuntimeError where there is no thread, and none to be had."""
         if self._post is None:
             self._post = loop_poster()
         job = _Job(work, self._post)
