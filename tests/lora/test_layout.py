@@ -1,4 +1,4 @@
-"""Slot layout: published sizes, exact tiling, alignment, and what the fingerprint sees."""
+"""Slot layout: published sizes, exact tiling, alignment, what the fingerprint sees, and annexes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from rota.errors import InternalError, ModelError
 from rota.gpu.lora.annex import arena_bytes
 from rota.gpu.lora.dims import LoraModule, ModelDims
+from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.layout import Elem, SlotLayout, affine_step
+from rota.gpu.lora.stage import laid_out
+from rota.gpu.lora.tables import PoolTables
 
 # 12 full-attention layers of a 48-layer hybrid: heads 16/2 of 256, gated q, inter 5120.
 FACTORY = ModelDims(12, 2048, 8192, 512, 4096, 5120, 151_936)
@@ -227,3 +230,47 @@ def test_predicate_bounds() -> None:
     assert SMOL.applies_to_layer(29, LoraModule.Q_PROJ)
     assert not SMOL.applies_to_layer(30, LoraModule.Q_PROJ)
     assert not SMOL.applies_to_layer(-1, LoraModule.Q_PROJ)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    affine=st.booleans(),
+    ranks=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    bounds=st.tuples(st.sampled_from([0, 4, 16]), st.sampled_from([0, 9])),
+    rows=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_a_pools_tables_tell_the_annex_in_another_layout(
+    data: st.DataObject,
+    affine: bool,
+    ranks: tuple[int, int],
+    bounds: tuple[int, int],
+    rows: tuple[int, int],
+) -> None:
+    old = SlotLayout(
+        MOE,
+        ranks[0],
+        overlay_rows=9,
+        affine=affine,
+        expert_rank=bounds[0],
+        embedding_rank=bounds[1],
+    )
+    new = dataclasses.replace(old, max_rank=ranks[1])
+    count = len(old.pairs)
+    flags = st.lists(st.booleans(), min_size=count, max_size=count)
+    held = tuple(int(flag) for flag in data.draw(flags))
+    vectors = tuple(data.draw(flags)) if affine else ()
+    scales = np.ones(count, np.float32)
+
+    def image(layout: SlotLayout) -> SlotImage:
+        embed, head = rows
+        return laid_out(layout, scales, held, embed_rows=embed, head_rows=head, affine=vectors)
+
+    tables = PoolTables(old, 3)
+    made = image(old)
+    tables.fill(1, made, 1 << 20, 1 << 24)
+    assert tables.annex_bytes(1, old) == made.annex_bytes
+    assert tables.annex_bytes(1, new) == image(new).annex_bytes
+    assert tables.annex_bytes(0, new) == 0
+    tables.clear(1)
+    assert tables.annex_bytes(1, new) == 0
