@@ -50,7 +50,7 @@ def bytes_never_given_back(patch: Patch) -> None:
     window = Arena.window
 
     def ignoring(self: Arena, nbytes: int, weight: Any, *more: Any, **ever: Any) -> Any:
-        own = lambda s: None if s >= 1000 else weight(s)  # noqa: E731
+        own = lambda s: None if s >= 1000 else weight(s)  # noqa: E731  # shorter than its use
         return window(self, nbytes, own, *more, **ever)
 
     patch.setattr(Arena, "window", ignoring)
