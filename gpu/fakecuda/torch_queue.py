@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -119,10 +121,9 @@ class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships
                 )
             self._driver.finish(stream)
             return func(*args, **kwargs)
-        with self:  # what only calls other operations is taken apart: it may alias or copy
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if _is_composite(func):  # only calls others, and may alias or copy: taken apart
+            with self:
+                return func.decompose(*args, **kwargs)
         schema = func._schema
         writes = [
             (args[at] if at < len(args) else kwargs[given.name])
@@ -134,7 +135,8 @@ class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships
         if writes:
             self._queue(stream, name, lambda: func(*args, **kwargs))
             return writes[0] if len(writes) == 1 else tuple(writes)
-        made = tree_map(self._place, _shaped(func, args, kwargs))
+        named = tuple((key, _facts(value)) for key, value in kwargs.items())
+        made = tree_map(self._place, _shaped(func, _facts(args), named))
 
         def run() -> None:
             tree_map(_land, made, func(*args, **kwargs))
@@ -150,7 +152,8 @@ class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships
     def _queue(self, stream: Any, name: str, run: Any) -> None:
         def quiet() -> None:
             # The stream may run inside `computing`, where this would be queued again.
-            with _disable_current_modes(), torch.inference_mode():
+            modes = _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+            with modes, torch.inference_mode():
                 run()
 
         if stream.capture is not None:
@@ -158,17 +161,51 @@ class _Queue(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ships
         self._driver.submit(stream, Work("torch", name, quiet))
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    """True if the operation is nothing but calls of others; see `OpOverload.decompose`."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return has_kernel or key in func.py_kernels
+
+
+class _Like(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Exactly(NamedTuple):
+    """Another argument; with its type, as 1, 1.0 and True are equal and give other results."""
+
+    kind: type
+    value: Any
+
+
+def _facts(value: Any) -> Any:
+    """What the shape of a result follows from: inputs still queued may hold anything, indices
+    too."""
+    if isinstance(value, torch.Tensor):
+        return _Like(value.shape, value.stride(), value.dtype)
+    if type(value) in (list, tuple):
+        return tuple(map(_facts, value))
+    return _Exactly(type(value), value)
+
+
+@lru_cache(maxsize=4096)
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result without values: inputs that are still queued may hold anything, indices too."""
+    """The result without values, of arguments as `_facts` gives them."""
 
-    def empty(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-        return torch.device("meta") if isinstance(value, torch.device) else value
+    def empty(fact: Any) -> Any:
+        if isinstance(fact, _Like):
+            return torch.empty_strided(fact.shape, fact.strides, dtype=fact.dtype, device="meta")
+        if isinstance(fact, _Exactly):
+            return torch.device("meta") if fact.kind is torch.device else fact.value
+        return [empty(part) for part in fact]
 
-    return func(*tree_map(empty, args), **tree_map(empty, kwargs))
+    return func(*map(empty, args), **{name: empty(fact) for name, fact in kwargs})
 
 
 def _land(target: Any, value: Any) -> Any:
