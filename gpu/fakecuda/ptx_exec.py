@@ -210,9 +210,11 @@ class _Run:
 
     def _apart(self) -> bool:
         """One step of lanes that do not agree; false when none is left."""
-        running = (self.pcs < self.end) & ~self.waiting
-        if not running.any():
-            if not self.waiting.any():
+        waiting = bool(self.waiting.any())
+        turns = np.where(self.waiting, self.end, self.pcs) if waiting else self.pcs.copy()
+        at = int(turns.min())
+        if at == self.end:
+            if not waiting:
                 return False
             ids = np.flatnonzero(self.waiting)
             if len(np.unique(self.pcs[ids])) > 1:
@@ -221,16 +223,14 @@ class _Run:
             self.pcs[ids] += 1
             self.waiting[:] = False
             return True
-        at = int(self.pcs[running].min())
-        mine = running & (self.pcs == at)
-        ids = np.flatnonzero(mine)
-        if len(ids) == np.count_nonzero(running) and not self.waiting.any():
+        ids = np.flatnonzero(turns == at)
+        # Straight on with this group until it branches or comes where others wait for their turn.
+        turns[ids] = self.end
+        limit = int(turns.min())
+        if limit == self.end and not waiting:
             self.pc, self.agree = at, True
             self.alive = ALL if len(ids) == self.state.lanes else ids
             return True
-        # Straight on with this group until it branches or comes where others wait for their turn.
-        others = running & ~mine
-        limit = int(self.pcs[others].min()) if others.any() else self.end
         while at < limit and (op := self.ops[at]).kind in ("alu", "exact"):
             chosen = ids if op.predicate is None else ids[self._taken(op, ids)]
             if len(chosen):
