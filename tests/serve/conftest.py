@@ -1,0 +1,10 @@
+"""One event loop: uvicorn runs on no other."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
