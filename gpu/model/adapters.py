@@ -26,7 +26,7 @@ from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
 from .batch import RowLike
-from .groups import Affine, Delta, DeltaThenAffine, GroupMaker, RoutedVectors
+from .groups import Affine, Delta, DeltaThenAffine, GroupMaker, LateVectors
 from .token_matrices import TokenMatrices
 
 GROUPS: Final = (
@@ -124,7 +124,7 @@ class Adapters:
             self.pool.close()
             raise
         self._members = tuple(members)
-        self._routed: dict[tuple[int, int], RoutedVectors] = {}
+        self._routed: dict[tuple[int, int], DeltaThenAffine] = {}
         group_of = {(m, e): i for i, (modules, e) in enumerate(members) for m in modules}
         self.token_matrices = TokenMatrices(self.pool, kernels)
         # The pairs of the token matrices come last, and are of no layer.
@@ -263,7 +263,7 @@ class Adapters:
             make = partial(
                 self._affine_group, self._kernels, self.pool.layout, layer, *self._members[i]
             )
-            found = self._routed[layer, i] = RoutedVectors(lora, make)
+            found = self._routed[layer, i] = DeltaThenAffine(lora, LateVectors(make))
         return found
 
     def expert_halves(

@@ -79,24 +79,15 @@ class DeltaThenAffine:
         self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
 
 
-class RoutedVectors:
-    """The same for one expert's group, whose vectors are found when they are first needed."""
+class LateVectors:
+    """A group's vectors that are made when they are first applied."""
 
-    def __init__(self, lora: Delta, make: Callable[[], Affine]) -> None:
-        self._lora, self._make = lora, make
-        self._affine: Affine | None = None
+    def __init__(self, make: Callable[[], Affine]) -> None:
+        self._make = make
+        self._made: Affine | None = None
 
-    def apply(
-        self,
-        x_addr: int,
-        x_stride: int,
-        out_addr: int,
-        out_stride: int,
-        row_slot_addr: int,
-        n_rows: int,
-    ) -> None:
-        """See `LoraGroup.apply`."""
-        if self._affine is None:
-            self._affine = self._make()
-        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
-        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
+    def apply(self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int) -> None:
+        """See `AffineGroup.apply`."""
+        if self._made is None:
+            self._made = self._make()
+        self._made.apply(out_addr, out_stride, row_slot_addr, n_rows)

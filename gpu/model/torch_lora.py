@@ -29,7 +29,7 @@ def widest_input(layout: SlotLayout) -> int:
 
 
 class DeviceGroups:
-    """Makes the LoRA groups of one model; see `gpu.model.adapters.GroupMaker`.
+    """Makes the LoRA groups of one model; see `gpu.model.groups.GroupMaker`.
 
     Args:
         stream: every launch goes on it.
@@ -132,7 +132,7 @@ class StreamGroup:
         row_slot_addr: int,
         n_rows: int,
     ) -> None:
-        """See `gpu.model.adapters.Group`."""
+        """See `gpu.model.groups.Delta`."""
         for at in range(0, n_rows, self._rows):
             self._group.apply(
                 x_addr + at * x_stride * self._item,
