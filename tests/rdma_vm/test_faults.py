@@ -17,6 +17,7 @@ from rota.gpu.lora.stage import StagedAdapter, stage
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
 from rota.rdma.hosts import VerbsClient
+from rota.rdma.landing import opened
 from rota.rdma.rails import ClientRails
 
 from .conftest import LARGE, PeerProcess, write_adapter
@@ -95,7 +96,7 @@ def test_bytes_with_another_digest(
     errors: list[StagingError] = []
 
     def misled(session: Any) -> None:
-        holding._open(session, FileLimits())
+        opened(session, holding.adapter, FileLimits())
         errors.append(refused(source("large", transport=Meddling(transport, lambda *_: there))))
 
     holding._over(None, misled)
