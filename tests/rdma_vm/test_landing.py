@@ -267,12 +267,13 @@ def test_version_1_clients_read_tensors(folders: dict[str, Path], device: Device
     target = mine.allocate(max(t.length for t in manifest.tensors))
     for tensor in manifest.tensors:
         base, rkey = seen["ServerRails"].rails[0].regions[tensor.shard]
-        part = target[: tensor.length]
-        rails.read(part, base + tensor.offset, [rkey], until, None, lambda _: None)
-        assert part.tobytes() == disk[tensor.name]
+        rails.read(
+            target[: tensor.length], base + tensor.offset, [rkey], until, None, lambda _: None
+        )
+        assert target[: tensor.length].tobytes() == disk[tensor.name]
     rails.close()
     stream.close()
-    del target, part
+    del target
     mine.close()
     assert "peer stopped" in served.stop()
 
