@@ -9,6 +9,7 @@ stream has its second token to the moment every stream has its last.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -60,18 +61,16 @@ async def run(options: Any) -> dict[str, Any]:
     ):
         vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
         for turn in range(options.rounds + 1):
-            for mode in options.modes:
-                for batch in options.batches:
-                    if mode == "mixed_base" and batch == 1:
-                        continue
-                    rows = common.row_adapters(
-                        "base" if mode == "base_lora_on" else mode, batch, names
-                    )
-                    feed = common.prompts(batch, options.prompt, vocab, options.seed)
-                    which = plain if mode == "base" else engine
-                    rate = await measure(which, rows, feed, options.new)
-                    if turn:  # the first round warms caches and kernels
-                        rates.setdefault((mode, batch), []).append(rate)
+            # Modes of one batch size follow each other, so that drift meets what is compared alike.
+            for batch, mode in itertools.product(options.batches, options.modes):
+                if mode == "mixed_base" and batch == 1:
+                    continue
+                rows = common.row_adapters("base" if mode == "base_lora_on" else mode, batch, names)
+                feed = common.prompts(batch, options.prompt, vocab, options.seed)
+                which = plain if mode == "base" else engine
+                rate = await measure(which, rows, feed, options.new)
+                if turn:  # the first round warms caches and kernels
+                    rates.setdefault((mode, batch), []).append(rate)
     return rates
 
 
