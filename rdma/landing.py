@@ -39,6 +39,8 @@ _KNOWN_BYTES: Final = 16 << 10
 """Of the largest config that is remembered."""
 _ANNEX_ALONG: Final = 64 << 20
 """An image with a larger annex does not come along with the answer, before its size is known."""
+_ALONE_BYTES: Final = 16 << 20
+"""Up to as many the thread that receives an image checks it as well."""
 _PHASES: Final = ("resolve", "pack", "transfer", "verify")
 
 
@@ -280,8 +282,11 @@ class ImageLanding:
         if self._verifier is None:
             assert self._packed is not None
             name, digests = self._packed.hash, self._packed.chunks
-            # A fast hash keeps up with a connection, and the peer may want a core as well.
-            threads = 2 if name == SHA256 or self._session.rails is not None else 1
+            threads = 2
+            if name != SHA256 and self._session.rails is None:
+                # A fast hash keeps up with a connection, and the peer may want a core as well; a
+                # small image is checked before a thread would be there.
+                threads = 0 if target.nbytes <= _ALONE_BYTES else 1
             self._verifier = ChunkVerifier(target, digests, KNOWN[name], threads)
         return self._verifier
 

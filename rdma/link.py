@@ -22,10 +22,13 @@ from .wire2 import Wire2Client
 
 SLICE_S: Final = 0.05
 """How often a blocked call asks whether it is cancelled."""
-_RECV_BYTES: Final = 256 << 10
+_RECV_BYTES: Final = 64 << 10
 _HEAD_BYTES: Final = 8 << 10
 """Received at a time before a payload: what comes of that too is copied once more."""
 _INTO_BYTES: Final = 1 << 20
+_SMALL_BYTES: Final = 4 << 20
+_SMALL_INTO_BYTES: Final = 256 << 10
+"""Of a payload of `_SMALL_BYTES` at most, so that much of it is still being sent meanwhile."""
 _AHEAD_BYTES: Final = 4 << 20
 """What may arrive while the last piece is checked."""
 _LATER: Final = getattr(socket, "MSG_MORE", 0)
@@ -306,11 +309,14 @@ class Link:
 
     def _exchange(self, request: int, payload: bool) -> m.Message:
         answer: m.Message | None = None
+        piece = _INTO_BYTES
         while True:
             self._flush()
             for event in self._proto.events(self._clock()):
                 if event.request not in (request, 0):
-                    continue  # the answer to what was said without waiting
+                    # The answer to what was said without waiting, before this promotion.
+                    self.heard = self._proto.buffered > 0
+                    continue
                 if isinstance(event, Received):
                     if isinstance(event.message, m.Refused):
                         raise raised(event.message)
@@ -319,6 +325,8 @@ class Link:
                         if request:
                             continue
                     answer = event.message
+                    if event.payload <= _SMALL_BYTES:
+                        piece = _SMALL_INTO_BYTES
                     if self._answered is not None:
                         self._answered(answer)
                 done = isinstance(event, PayloadDone) if payload else answer is not None
@@ -332,7 +340,9 @@ class Link:
                 count = self._stream.receive(view, self._until())
                 self.heard |= count > 0
                 self._proto.receive_data(view[:count])
-            elif count := self._stream.receive(view, self._until(), fill=True, spare=self._spare):
+            elif count := self._stream.receive(
+                view[:piece], self._until(), fill=True, spare=self._spare
+            ):
                 finished = self._proto.landed(count, self._clock())
                 self._tell()
                 if finished is not None and answer is not None:

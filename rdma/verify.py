@@ -37,7 +37,8 @@ class ChunkVerifier:
     `CHUNK_BYTES`).
 
     Chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
-    others too when they fall behind, while nothing arrives (`help`) and in the end.
+    others too when they fall behind, while nothing arrives (`help`) and in the end. With no threads
+    all are his.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ChunkVerifier:
         end = -(-count // CHUNK_BYTES) if whole else count // CHUNK_BYTES
         for chunk in range(self._next, end):
             self._waiting.append(chunk)
-            if not whole:
+            if self._threads and not whole:
                 if self._pool is None:
                     self._pool = digest_pool(self._threads, "rota-verify")
                 self._checks.append(self._pool.submit(self._check))
@@ -65,7 +66,7 @@ class ChunkVerifier:
 
     def help(self) -> bool:
         """Check a chunk if the threads are behind. Raises StagingError digest-mismatch."""
-        return len(self._waiting) > _BEHIND and self._check()
+        return len(self._waiting) > (_BEHIND if self._threads else 0) and self._check()
 
     def _check(self) -> bool:
         """Check one that waits, if there is one."""

@@ -97,3 +97,15 @@ def test_wrong_bytes_are_told_while_others_arrive() -> None:
         for there in range(CHUNK_BYTES, 1 << 40):  # the thread will have told it soon
             subject.advance(min(there, 2 * CHUNK_BYTES))
     subject.close()
+
+
+def test_without_threads_the_caller_checks_all_when_he_may() -> None:
+    array, gate = image(3 * CHUNK_BYTES), Gate()
+    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), gate, threads=0)
+    subject.advance(CHUNK_BYTES - 1)
+    assert not subject.help()
+    subject.advance(2 * CHUNK_BYTES)
+    assert subject.help() and gate.by_caller == 1
+    assert subject.help() and not subject.help()
+    subject.finish()
+    assert (gate.by_caller, threads()) == (3, 0)
