@@ -1,5 +1,5 @@
-"""Rigs for the CUDA tests: a device with a stream, a LoRA problem whose answer is exact, and places
-where ways to attend are tried."""
+"""Rigs for the CUDA tests: a device with a stream, a LoRA problem whose answer is exact, places
+where ways to attend are tried, and whole models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rota.gpu.model import torch_attention_flashinfer
 from rota.gpu.model.torch_attention import AttentionSpec
 from rota.gpu.tensors import HostSpace
 
+from .models import Both, models_on_driver, models_on_host
 from .paged_kernels import Flash, flashinfer_module
 
 
@@ -291,3 +292,19 @@ def on_driver(cuda_machine):
     made.close()
     space.close()
     assert driver.live() == {}, driver.story
+
+
+@pytest.fixture
+def model_on_driver(cuda_machine, driver, data_dir):
+    """``open(dtype, family)``: a `models.Served` on the test driver; leaves nothing behind."""
+    if driver is None:
+        pytest.skip("runs torch on the test driver; on a GPU see bench/gpu_all.py")
+    with models_on_driver(cuda_machine, driver, data_dir) as make:
+        yield make
+
+
+@pytest.fixture
+def both(model_on_driver, data_dir):
+    """``open(dtype, family)``: the same model there and on the host, `models.Both`."""
+    with models_on_host(data_dir) as on_host:
+        yield lambda *args, **more: Both(model_on_driver(*args, **more), on_host(*args, **more))
