@@ -16,7 +16,7 @@ from ...errors import DeviceError
 from ..device import Device, KernelSpec, Stream
 from .affine import AffineSlice, affine_reference
 from .bgmv import MAX_SLICES
-from .lora_device import MAX_ROWS
+from .lora_device import MAX_ROWS, of_slices
 
 THREADS: Final = 256
 
@@ -72,15 +72,11 @@ class DeviceAffineGroup:
         self._device = device
         self._kernel = device.load_kernel(affine_spec(dtype))
         self._max_loras = max_loras
-
-        def three(values: list[int]) -> tuple[int, ...]:
-            return (*values, *(0,) * (MAX_SLICES - len(values)))
-
-        self._tables = three([part.table for part in slices])
+        self._tables = of_slices(part.table for part in slices)
         self._shape = (
-            *three([part.n_out for part in slices]),
-            *three([part.column for part in slices]),
-            *three([part.add_after for part in slices]),
+            *of_slices(part.n_out for part in slices),
+            *of_slices(part.column for part in slices),
+            *of_slices(part.add_after for part in slices),
         )
         self._tiles = -(-max(part.n_out for part in slices) // THREADS)
         self._n = len(slices)

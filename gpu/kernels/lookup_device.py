@@ -1,6 +1,6 @@
 """An embedding's LoRA delta on any `Device`: the look-up's spec, its host form, a group.
 
-What it is: `lookup.cu` as a `KernelSpec`, and the expand of `lora_device` behind it. It owns no
+What it is: `lookup.cu` as a `KernelSpec`, and `lora_device.Expand` behind it. It owns no
 memory: planes are the caller's. Invariants: those of `lora_device`.
 
 Formula: PEFT 0.21, `peft/tuners/lora/layer.py` (`Embedding.forward`): scale * B A[:, token].
@@ -17,7 +17,7 @@ import torch
 from ...errors import DeviceError
 from ..device import Device, KernelSpec, Stream
 from .bgmv import LoraSlice
-from .lora_device import EXPAND_THREADS, MAX_ROWS, SWITCHES, Args, expand_span, lora_specs
+from .lora_device import MAX_ROWS, SWITCHES, Args, Expand, lora_specs
 from .memory import view_at
 
 THREADS: Final = 128
@@ -67,12 +67,19 @@ class DeviceLookupGroup:
     ) -> None:
         # The shrink that the expand is made with does not matter: the look-up takes its place.
         expand = lora_specs(rank, 512, dtype)[1]
-        self._device, self._part = device, part
+        self._device, self._a_table = device, part.a_table
         self._lookup = device.load_kernel(lookup_spec(rank, dtype))
-        self._expand = device.load_kernel(expand)
+        self._expand = Expand(
+            device,
+            device.load_kernel(expand),
+            (part,),
+            splits=1,
+            rank=rank,
+            max_loras=max_loras,
+            planes=planes,
+        )
         self._planes, self._planes_nbytes = planes, planes_nbytes
         self._vocab, self._rank, self._max_loras = vocab, rank, max_loras
-        self._tiles = -(-part.n_out // expand_span(rank))
 
     def apply(
         self,
@@ -108,29 +115,17 @@ class DeviceLookupGroup:
                 expected=f"at most {MAX_ROWS}, planes of {need} bytes",
                 found=f"{n_rows}, planes of {self._planes_nbytes}",
             )
-        part = self._part
         self._device.launch(
             self._lookup,
             (-(-n_rows * self._rank // THREADS), 1, 1),
             (THREADS, 1, 1),
             (
-                *(self._planes, tokens_addr, part.a_table, row_slot_addr),
+                *(self._planes, tokens_addr, self._a_table, row_slot_addr),
                 *(n_rows, self._vocab, self._max_loras),
             ),
             stream,
         )
-        tables = (part.a_table, 0, 0, part.b_table, 0, 0, part.scales, 0, 0)
-        self._device.launch(
-            self._expand,
-            (self._tiles, n_rows, 1),
-            (EXPAND_THREADS, 1, 1),
-            (
-                *(out_addr, self._planes, *tables, row_slot_addr),
-                *(n_rows, out_stride, 1, 1, self._max_loras),
-                *(part.n_out, 0, 0, part.column, 0, 0),
-            ),
-            stream,
-        )
+        self._expand.launch(out_addr, out_stride, row_slot_addr, n_rows, stream)
 
 
 def _host_lookup(rank: int, dtype: torch.dtype, args: Args) -> None:

@@ -11,6 +11,7 @@ result does not depend on how many rows are served with it; nothing is launched 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -169,6 +170,66 @@ def refresh_tables(
     device.launch(kernel, grid, (PAIRS_PER_BLOCK, 1, 1), args, stream)
 
 
+def of_slices(values: Iterable[int]) -> tuple[int, ...]:
+    """One value for each slice a kernel takes; 0 for those a group does not have."""
+    given = tuple(values)
+    return (*given, *(0,) * (MAX_SLICES - len(given)))
+
+
+class Expand:
+    """The launch that ends a delta: the sums in the planes times B, added to the output.
+
+    Args:
+        device: where everything lies.
+        kernel: the expand of `lora_specs`, loaded on it.
+        slices: tables, columns and widths; see `LoraSlice`.
+        splits: planes of partial sums.
+        rank: padded rank.
+        max_loras: cells of each table row.
+        planes: address of float32 ``[splits, rows, slices, rank]``.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernel: Kernel,
+        slices: tuple[LoraSlice, ...],
+        *,
+        splits: int,
+        rank: int,
+        max_loras: int,
+        planes: int,
+    ) -> None:
+        self._device, self._kernel, self._planes = device, kernel, planes
+        self._tables = (
+            *of_slices(part.a_table for part in slices),
+            *of_slices(part.b_table for part in slices),
+            *of_slices(part.scales for part in slices),
+        )
+        self._counts = (splits, len(slices), max_loras)
+        self._places = (
+            *of_slices(part.n_out for part in slices),
+            *of_slices(part.column for part in slices),
+        )
+        span = expand_span(rank)
+        self._tiles = sum(-(-part.n_out // span) for part in slices)
+
+    def launch(
+        self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int, stream: Stream
+    ) -> None:
+        """Queue it for 1 to `MAX_ROWS` rows; see `DeviceLoraGroup.apply`."""
+        self._device.launch(
+            self._kernel,
+            (self._tiles, n_rows, 1),
+            (EXPAND_THREADS, 1, 1),
+            (
+                *(out_addr, self._planes, *self._tables, row_slot_addr),
+                *(n_rows, out_stride, *self._counts, *self._places),
+            ),
+            stream,
+        )
+
+
 class DeviceLoraGroup:
     """Up to three LoRA pairs that share one input, applied to all rows in two launches.
 
@@ -207,21 +268,20 @@ class DeviceLoraGroup:
             )
         shrink, expand = lora_specs(rank, chunk_of(k_in), dtype)
         self._device = device
-        self._shrink, self._expand = device.load_kernel(shrink), device.load_kernel(expand)
+        self._shrink = device.load_kernel(shrink)
         self._planes, self._planes_nbytes = planes, planes_nbytes
         self._k_in, self._rank, self._max_loras = k_in, rank, max_loras
         self._splits, self._n = splits_of(k_in), len(slices)
-
-        def three(values: list[int]) -> tuple[int, ...]:
-            return (*values, *(0,) * (MAX_SLICES - len(values)))
-
-        self._a = three([part.a_table for part in slices])
-        self._b = three([part.b_table for part in slices])
-        self._scales = three([part.scales for part in slices])
-        self._widths = three([part.n_out for part in slices])
-        self._columns = three([part.column for part in slices])
-        span = expand_span(rank)
-        self._tiles = sum(-(-part.n_out // span) for part in slices)
+        self._a = of_slices(part.a_table for part in slices)
+        self._expand = Expand(
+            device,
+            device.load_kernel(expand),
+            slices,
+            splits=self._splits,
+            rank=rank,
+            max_loras=max_loras,
+            planes=planes,
+        )
         self._rank_tiles = rank // (4 * shrink_warps(rank)) * self._n
         self._block = (32 * shrink_warps(rank), 1, 1)
 
@@ -270,17 +330,7 @@ class DeviceLoraGroup:
             ),
             stream,
         )
-        self._device.launch(
-            self._expand,
-            (self._tiles, n_rows, 1),
-            (EXPAND_THREADS, 1, 1),
-            (
-                *(out_addr, self._planes, *self._a, *self._b, *self._scales, row_slot_addr),
-                *(n_rows, out_stride, self._splits, self._n, self._max_loras),
-                *(*self._widths, *self._columns),
-            ),
-            stream,
-        )
+        self._expand.launch(out_addr, out_stride, row_slot_addr, n_rows, stream)
 
 
 # Host forms: the same sums, in the order torch adds them.
