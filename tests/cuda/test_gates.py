@@ -15,7 +15,8 @@ import torch
 
 from rota.gpu.kernels.affine_device import affine_spec
 from rota.gpu.kernels.lookup_device import lookup_spec
-from rota.gpu.kernels.lora_device import lora_specs, refresh_spec
+from rota.gpu.kernels.lora_device import lora_specs
+from rota.gpu.kernels.tables_device import refresh_spec
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 RANKS = (8, 16, 24, 40, 64, 128)

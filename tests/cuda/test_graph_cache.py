@@ -11,7 +11,7 @@ from rota.errors import DeviceError
 from rota.gpu.decorators import OPERATIONS, Fault, FaultyDevice
 from rota.gpu.graphs import BUCKETS, GraphCache, GraphKey, bucket_of, case_of
 from rota.gpu.host import HostDevice
-from rota.gpu.kernels.lora_device import Columns, refresh_spec, refresh_tables
+from rota.gpu.kernels.tables_device import Columns, refresh_spec, refresh_tables
 
 ONE = (1, 1, 1)
 DECODE = GraphKey("decode", 4, "routed")
