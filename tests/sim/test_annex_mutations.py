@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_broken import must_be_caught
+from sim_broken import leases_taken_away_are_not_missed, must_be_caught
 
 from rota.sched.core import annex, placement
 from rota.sched.core.arena import Arena, Extent
@@ -103,14 +103,7 @@ def a_leased_one_is_evicted(patch: Patch) -> None:
                 annex.evict(state, slot, job)
         return None if state.slots.arena.inside(window) else window
 
-    def give_lease_back(self: State, seq: Any) -> None:
-        if seq.leased and seq.slot >= 0 and seq.id not in self.slots[seq.slot].leases:
-            seq.leased, seq.slot = False, -1
-            return
-        real_back(self, seq)
-
-    real_back = State.give_lease_back
-    patch.setattr(State, "give_lease_back", give_lease_back)
+    leases_taken_away_are_not_missed(patch)
     patch.setattr(annex, "_emptied", emptied)
 
 

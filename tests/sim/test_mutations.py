@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_broken import must_be_caught
+from sim_broken import leases_taken_away_are_not_missed, must_be_caught
 
 from rota.sched.core import adapters, commands, placement, planning, registry, resize, tables
 from rota.sched.core import events as ev
@@ -36,15 +36,8 @@ def one_release_frees_all(patch: Patch) -> None:
         slot.leases.add(seq)
         return real(self, slot, seq)
 
-    def give_lease_back(self: State, seq: Any) -> None:
-        if seq.leased and seq.slot >= 0 and seq.id not in self.slots[seq.slot].leases:
-            seq.leased, seq.slot = False, -1
-            return
-        real_back(self, seq)
-
-    real_back = State.give_lease_back
+    leases_taken_away_are_not_missed(patch)
     patch.setattr(SlotTable, "release", release)
-    patch.setattr(State, "give_lease_back", give_lease_back)
 
 
 def busy_slots_are_victims(patch: Patch) -> None:
@@ -57,18 +50,11 @@ def busy_slots_are_victims(patch: Patch) -> None:
             slot.leases.clear()
         return slot
 
-    def give_lease_back(self: State, seq: Any) -> None:
-        if seq.leased and seq.slot >= 0 and seq.id not in self.slots[seq.slot].leases:
-            seq.leased, seq.slot = False, -1
-            return
-        real_back(self, seq)
-
     def drain(state: State, slot: Any, job: Any) -> None:
         if slot.state is SlotState.IN_USE:
             state.slots.drain(slot, job.id)
 
-    real_back = State.give_lease_back
-    patch.setattr(State, "give_lease_back", give_lease_back)
+    leases_taken_away_are_not_missed(patch)
     patch.setattr(SlotTable, "drain_victim", drain_victim)
     patch.setattr(placement, "_drain", drain)
 
