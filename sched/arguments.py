@@ -101,7 +101,7 @@ def adapter_source(source: Source) -> AdapterSource:
         case (bytes() | bytearray() | memoryview() as tensors, bytes() as config):
             return BytesSource(tensors, config)
         case str() | os.PathLike() if "\0" not in os.fspath(source):
-            return DirectorySource(Path(source))
+            return DirectorySource(source if isinstance(source, Path) else Path(source))
         case _ if callable(getattr(source, "read", None)):
             return source  # type: ignore[return-value]  # duck-typed by the line above
     raise bad_argument("source", "a directory, (safetensors bytes, config bytes) or a Peer", source)

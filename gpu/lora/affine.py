@@ -32,6 +32,7 @@ from .safefile import Tensor
 
 _VALUES_AT_ONCE: Final = 1 << 22
 """Values of a weight that are widened at a time (16 MiB)."""
+_FACTORS: Final = frozenset(("A", "B"))
 NO_CHANGE: Final = 2.0**-8
 """A factor this near to 1 is what rounding to BF16 leaves of 1."""
 
@@ -80,11 +81,14 @@ def plan_affine(
         RejectError: use_dora, lora_bias, bias (config, file and base disagree), shape-mismatch,
             affine-no-base, affine-no-room, non-finite.
     """
+    promised = config.use_dora or config.lora_bias or config.bias != "none"
+    if not promised and all(found.keys() <= _FACTORS for found in parts.values()):
+        return ()
     by_index = {pair.index: pair for pair in pairs}
     for index, found in parts.items():
         _agree(config, index, found, index in by_index, layout)
     needs_base = config.use_dora or config.bias != "none"
-    wanted = {i for i, found in parts.items() if found.keys() - {"A", "B"}}
+    wanted = {i for i, found in parts.items() if found.keys() - _FACTORS}
     if config.bias == "all":
         wanted = set(range(len(layout.pairs)))
     elif config.bias == "lora_only":

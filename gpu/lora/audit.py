@@ -32,7 +32,7 @@ from .pack import PairTensors
 from .safefile import Tensor
 from .targets import check_matched, check_targets
 from .tokens import check_factors
-from .values import check_finite
+from .values import check_finite, tensor_peak
 
 MAX_LISTED = 8
 """Offenders named in one refusal; the rest are counted."""
@@ -71,6 +71,9 @@ def audit(
     names: set[str | None] = set()
     for key, tensor in zip(keys, tensors, strict=True):
         names.add(key.adapter_name)
+        if isinstance(key, PairKey):
+            _put(key, tensor, parts, layout)
+            continue
         if isinstance(key, OverlayKey):
             if any((o.leaf, o.kind) == (key.leaf, key.kind) for o in overlays):
                 raise _duplicate(tensor)
@@ -86,10 +89,9 @@ def audit(
                 raise _duplicate(tensor)
             split[key] = tensor
             continue
-        places = [(key, tensor)] if isinstance(key, PairKey) else split_fused(key, tensor, layout)
-        _put(places, parts, layout)
-    _put(take_apart(wrapped, config, layout), parts, layout)
-    _put(fold_parts(split, config, layout), parts, layout)
+        _put_all(split_fused(key, tensor, layout), parts, layout)
+    _put_all(take_apart(wrapped, config, layout), parts, layout)
+    _put_all(fold_parts(split, config, layout), parts, layout)
     if len(names) > 1 and len(names - {None}) > 1:
         raise RejectError(
             "the keys name more than one adapter",
@@ -105,7 +107,7 @@ def audit(
         _check_pair(index, factors[index], config, uniform, layout) for index in sorted(factors)
     ]
     notes = check_matched(config, factors, layout)
-    peaks = check_finite(tensors, layout.elem)
+    check_finite(tensors, layout.elem)
     overlay = plan_overlay(config, overlays, layout, base_rows, adapted)
     vectors = plan_affine(
         config,
@@ -114,21 +116,29 @@ def audit(
         layout,
         base_rows,
     )
-    _check_effect(pairs, overlay, vectors, peaks)
+    _check_effect(pairs, overlay, vectors)
     return Audited(tuple(pairs), overlay, vectors, notes)
 
 
 def _put(
+    place: PairKey,
+    tensor: Tensor,
+    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]],
+    layout: SlotLayout,
+) -> None:
+    found = parts.setdefault(layout.pair_index[place.layer, place.module] + place.expert, {})
+    if place.half in found:
+        raise _duplicate(tensor)
+    found[place.half] = (place, tensor)
+
+
+def _put_all(
     places: Sequence[tuple[PairKey, Tensor]],
     parts: dict[int, dict[Half, tuple[PairKey, Tensor]]],
     layout: SlotLayout,
 ) -> None:
     for place, tensor in places:
-        first = layout.pair_index[place.layer, place.module]
-        found = parts.setdefault(first + place.expert, {})
-        if place.half in found:
-            raise _duplicate(tensor)
-        found[place.half] = (place, tensor)
+        _put(place, tensor, parts, layout)
 
 
 def _classify_all(tensors: Sequence[Tensor], layout: SlotLayout) -> list[Key]:
@@ -199,17 +209,14 @@ def _check_pair(
             expected=key.module_name,
             found=other.module_name,
         )
-    for tensor, axis, width, form in (
-        (a, 1, place.k_in, f"[r, {place.k_in}]"),
-        (b, 0, place.n_out, f"[{place.n_out}, r]"),
-    ):
+    for tensor, axis, width in ((a, 1, place.k_in), (b, 0, place.n_out)):
         shape = tensor.shape
         if len(shape) != 2 or shape[axis] != width or shape[1 - axis] == 0:
             raise RejectError(
                 "a factor has the wrong shape",
                 code="shape-mismatch",
                 subject=tensor.key,
-                expected=form,
+                expected=f"[r, {width}]" if axis else f"[{width}, r]",
                 found=list(shape),
             )
     if uniform is not None:
@@ -234,12 +241,9 @@ def _check_effect(
     pairs: Sequence[PairTensors],
     overlay: OverlayPlan,
     vectors: Sequence[Vectors],
-    peaks: dict[int, int],
 ) -> None:
-    for pair in pairs:
-        # A part of a fused tensor has no peak of its own.
-        if all(peaks[id(t)] if id(t) in peaks else t.data.any() for t in (pair.a, pair.b)):
-            return
+    if any(tensor_peak(pair.a) and tensor_peak(pair.b) for pair in pairs):
+        return
     if overlay.embed_count or overlay.head_count or any(v.changes for v in vectors):
         return
     raise RejectError(

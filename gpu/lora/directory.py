@@ -47,9 +47,15 @@ class Sink(Protocol):
         """The first ``count`` bytes of `room` are there."""
         ...
 
+    def passing(self, piece: npt.NDArray[np.uint8]) -> None:
+        """Bytes of a file that it did not take, in order, just read."""
+        ...
+
 
 HEAD_BYTES: Final = 1 << 18
 """Of a file that is offered to a sink: a header of some 2,000 tensors."""
+PIECE_BYTES: Final = 1 << 19
+"""Of a file that passes a sink, read at a time."""
 
 
 def belongs(name: str) -> bool:
@@ -64,7 +70,7 @@ def read_directory(
     """The config bytes and every safetensors file (uint8 arrays, by file name) of a directory.
 
     ``follow_links``: a file may be a link to a plain file elsewhere. ``sink``: is offered the file
-    of an adapter that has one; if it takes it, no file is returned.
+    of an adapter that has one; if it takes it, no file is returned, and else it sees it pass.
 
     Raises:
         RejectError: missing-config, missing-weights, pickle-adapter, file-escapes-directory,
@@ -240,7 +246,14 @@ class _Reader:
                     return None
             buffer = blank(size)
             buffer[: head.size] = head
-            self._fill(handle, name, buffer.data[head.size :])
+            if sink is None:
+                self._fill(handle, name, buffer.data)
+            else:
+                sink.passing(head)
+                for begin in range(head.size, size, PIECE_BYTES):
+                    piece = buffer[begin : begin + PIECE_BYTES]
+                    self._fill(handle, name, piece.data)
+                    sink.passing(piece)
         except OSError as error:
             raise _unreadable(name, error) from error
         finally:

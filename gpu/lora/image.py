@@ -61,4 +61,4 @@ class SlotImage:
     @property
     def address(self) -> int:
         """Host address of the buffer's first byte; valid while this image is alive."""
-        return int(self.buffer.ctypes.data)
+        return int(self.buffer.__array_interface__["data"][0])

@@ -1,4 +1,5 @@
-"""An adapter of a known kind coming in: each piece is hashed, checked and packed as it is read.
+"""An adapter coming in: each piece of a known kind is hashed, checked and packed as it is read; of
+another kind it is hashed.
 
 What it owns: the window the pieces are read into, and the digest. All is done by the thread that
 reads, while the piece is in the processor's cache: a file is read from memory once, and nobody
@@ -19,6 +20,11 @@ from .safefile import ITEM_BYTES
 
 PIECE: Final = 1 << 19
 """Bytes read at a time."""
+HASHED_BYTES: Final = 32 << 20
+"""Largest file of an unknown kind that is hashed while it is read. Of a larger one another thread
+hashes what is read while this one audits and packs, which saves some of the time; of a smaller one
+that may cost more than it saves: threads that wake each other may share a processor for some
+milliseconds before the system parts them."""
 
 
 class Intake:
@@ -29,6 +35,7 @@ class Intake:
         digest: SHA-256 of the config and what came of the file.
         missing: bytes of the file that have not come.
         seconds: spent so far on audit, pack and digest, by ``clock``.
+        hashed: the digest is of all bytes of a file that was not taken.
     """
 
     def __init__(self, recipes: Recipes, terms: Terms, clock: Callable[[], float]) -> None:
@@ -36,15 +43,19 @@ class Intake:
         self.recipe: Recipe | None = None
         self.digest = hashlib.sha256()
         self.missing = 0
+        self._passing = self.hashed = False
         self.seconds = {"audit": 0.0, "pack": 0.0, "digest": 0.0}
 
     def offer(self, config: bytes, head: npt.NDArray[np.uint8], size: int) -> bool:
         """See `Sink.offer`."""
         start = 8 + int.from_bytes(head[:8].tobytes(), "little")
-        if start > head.nbytes:
-            return False
-        self.recipe = self._recipes.find(config, head[:start].tobytes(), size, self._terms)
+        if start <= head.nbytes:
+            self.recipe = self._recipes.find(config, head[:start].tobytes(), size, self._terms)
         if self.recipe is None:
+            self._passing = size <= HASHED_BYTES
+            if self._passing:
+                self.digest.update(config)
+                self.missing = size
             return False
         begun = self._clock()
         self.digest.update(config)
@@ -84,6 +95,15 @@ class Intake:
         seconds["digest"] += hashed - begun
         seconds["audit"] += checked - hashed
         seconds["pack"] += clock() - checked
+
+    def passing(self, piece: npt.NDArray[np.uint8]) -> None:
+        """See `Sink.passing`."""
+        if self._passing:
+            begun = self._clock()
+            self.digest.update(piece.data)
+            self.seconds["digest"] += self._clock() - begun
+            self.missing -= piece.nbytes
+            self.hashed = not self.missing
 
     def packed(self) -> npt.NDArray[np.uint8] | None:
         """The slot of the adapter that was taken as a whole; ``None`` if the audit must look at

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ _CHUNK = 1 << 15
 """Elements converted at a time: the temporaries stay in the second-level cache."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PairTensors:
+class PairTensors(msgspec.Struct, frozen=True, eq=False):
     """An audited pair: its place, both factors, true rank and scale."""
 
     index: int
@@ -143,39 +142,44 @@ def pack_pairs(
     elem = layout.elem
     size = elem.size
     starts = [layout.a_start(pair.index, annex) for pair in pairs]
-    for begin, end in gaps(pairs, starts, layout, buffer.size):
+    filled = [(pair.index, pair.rank, start) for pair, start in zip(pairs, starts, strict=True)]
+    for begin, end in gaps(filled, layout, buffer.size):
         buffer[begin:end] = 0
     slot = buffer.view(elem.numpy)
     converted = _convert_blocks(pairs, elem)
     for pair, begin in zip(pairs, starts, strict=True):
-        place, rank = layout.pairs[pair.index], pair.rank
-        stride = place.stride
-        a = _values(pair.a, elem, converted)
-        start = begin // size
-        slot[start : start + a.size] = a
-        b = _values(pair.b, elem, converted)
-        start += stride * place.k_in
-        region = slot[start : start + place.n_out * stride]
+        place, rank, a, b = layout.pairs[pair.index], pair.rank, pair.a, pair.b
+        stride, start = place.stride, begin // size
+        b_start = start + stride * place.k_in
+        if rank == stride and a.end == b.begin and a.block is b.block and id(a.block) in converted:
+            both = _values(a, elem, converted, b.end)  # side by side there and here
+            slot[start : start + both.size] = both
+            continue
+        values = _values(a, elem, converted)
+        slot[start : start + values.size] = values
+        values = _values(b, elem, converted)
+        region = slot[b_start : b_start + place.n_out * stride]
         if rank == stride:
-            region[:] = b
+            region[:] = values
         else:
-            region.reshape(place.n_out, stride)[:, :rank] = b.reshape(place.n_out, rank)
+            region.reshape(place.n_out, stride)[:, :rank] = values.reshape(place.n_out, rank)
 
 
 def gaps(
-    pairs: Sequence[PairTensors], starts: Sequence[int], layout: SlotLayout, nbytes: int
+    pairs: Sequence[tuple[int, int, int]], layout: SlotLayout, nbytes: int
 ) -> list[tuple[int, int]]:
     """(begin, end) bytes of an image of ``nbytes`` that no pair fills, to be zeroed. Most adapters
-    fill nearly all; clearing costs as much as packing. ``starts``: `SlotLayout.a_start` of each.
+    fill nearly all; clearing costs as much as packing. ``pairs``: index, rank and
+    `SlotLayout.a_start` of each.
 
     Rows of B shorter than the stride leave holes, so that whole region is one.
     """
     size = layout.elem.size
     filled = []
-    for pair, start in zip(pairs, starts, strict=True):
-        place = layout.pairs[pair.index]
-        filled.append((start, pair.rank * place.k_in * size))
-        if pair.rank == place.stride:
+    for index, rank, start in pairs:
+        place = layout.pairs[index]
+        filled.append((start, rank * place.k_in * size))
+        if rank == place.stride:
             b_start = start + place.stride * place.k_in * size
             filled.append((b_start, place.n_out * place.stride * size))
     found, end = [], 0
@@ -189,32 +193,33 @@ def gaps(
 
 
 def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.generic]]:
-    """id(block) -> the whole block converted, where its pairs share one dtype that needs it.
+    """id(block) -> the whole block in ``elem``, where its pairs share one dtype.
 
     One long conversion instead of hundreds of short ones.
     """
-    blocks: dict[int, npt.NDArray[np.uint8]] = {}
-    dtypes: dict[int, set[str]] = {}
+    found: dict[int, tuple[npt.NDArray[np.uint8], set[str]]] = {}
     for tensor in (t for pair in pairs for t in (pair.a, pair.b)):
-        blocks[id(tensor.block)] = tensor.block
-        aligned = tensor.begin % ITEM_BYTES[tensor.dtype] == 0
-        dtypes.setdefault(id(tensor.block), set()).add(tensor.dtype if aligned else "unaligned")
+        block, dtype = tensor.block, tensor.dtype
+        if id(block) not in found:
+            found[id(block)] = block, set()
+        found[id(block)][1].add(dtype if tensor.begin % ITEM_BYTES[dtype] == 0 else "unaligned")
     converted: dict[int, npt.NDArray[np.generic]] = {}
-    for key, block in blocks.items():
-        if len(dtypes[key]) == 1 and (dtype := dtypes[key].pop()) in ITEM_BYTES:
+    for key, (block, dtypes) in found.items():
+        if len(dtypes) == 1 and (dtype := dtypes.pop()) in ITEM_BYTES:
             view = block[: block.nbytes // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]]
-            values = view.view(FILE_DTYPES[dtype])
-            if values.dtype != elem.numpy:
-                converted[key] = to_elem(values, elem, finite=True)
+            converted[key] = to_elem(view.view(FILE_DTYPES[dtype]), elem, finite=True)
     return converted
 
 
 def _values(
-    tensor: Tensor, elem: Elem, converted: dict[int, npt.NDArray[np.generic]]
+    tensor: Tensor,
+    elem: Elem,
+    converted: dict[int, npt.NDArray[np.generic]],
+    end: int | None = None,
 ) -> npt.NDArray[np.generic]:
-    """The tensor's elements, flat, in ``elem``."""
+    """The tensor's elements, flat, in ``elem``; of a converted block up to byte ``end``."""
     block = converted.get(id(tensor.block))
     if block is not None:
         item = ITEM_BYTES[tensor.dtype]
-        return block[tensor.begin // item : tensor.end // item]
+        return block[tensor.begin // item : (tensor.end if end is None else end) // item]
     return to_elem(file_array(tensor), elem).reshape(-1)

@@ -140,7 +140,8 @@ class LoraPool:
 
     def _copy(self, dst: int, src: npt.NDArray[np.generic], stream: Stream) -> None:
         # Pageable source: it has been read when the call returns, so the mirror may change then.
-        self.device.copy_h2d(dst, int(src.ctypes.data), int(src.nbytes), stream)
+        address = int(src.__array_interface__["data"][0])
+        self.device.copy_h2d(dst, address, int(src.nbytes), stream)
 
     def _write_tables(self, stream: Stream) -> None:
         self._copy(self.tables.address, self.tables.mirror, stream)

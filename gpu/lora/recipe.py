@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -60,7 +61,7 @@ class Terms:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Recipe:
     """How to stage an adapter of pairs alone, in one file, all tensors of one dtype.
 
@@ -68,10 +69,7 @@ class Recipe:
         terms: it was made on.
         start: bytes before the file's first value.
         dtype: of the file.
-        gaps: (begin, end) bytes of the image that no pair fills.
-        moves: int64 ``[n, 6]``, in the order of the file, of all its values, none of more than
-            `MOVE_BYTES` there: end and begin in the file, place in the image, rows, from row to
-            row in the image, length of a row; in elements.
+        pairs: int64 ``[n, 4]``: pair index, rank, and where A and B begin in the file, in elements.
         image: without a buffer or a digest.
         report: without times.
     """
@@ -79,16 +77,42 @@ class Recipe:
     terms: Terms
     start: int
     dtype: str
-    gaps: tuple[tuple[int, int], ...]
-    moves: npt.NDArray[np.int64]
+    pairs: npt.NDArray[np.int64]
     image: SlotImage
     report: LoadReport
 
+    # Worked out when a second adapter of the kind comes: of many there is one.
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(begin, end) bytes of the image that no pair fills."""
+        layout, annex = self.terms.layout, self.image.annex
+        filled = [(pair, rank, layout.a_start(pair, annex)) for pair, rank in self._ranks]
+        return tuple(gaps(filled, layout, layout.slot_bytes + self.image.annex_bytes))
+
+    @cached_property
+    def moves(self) -> npt.NDArray[np.int64]:
+        """int64 ``[n, 6]``, in the order of the file, of all its values, none of more than
+        `MOVE_BYTES` there: end and begin in the file, place in the image, rows, from row to row in
+        the image, length of a row; in elements."""
+        return np.array(_moves(self), np.int64)
+
+    @property
+    def _ranks(self) -> list[list[int]]:
+        ranks: list[list[int]] = self.pairs[:, :2].tolist()
+        return ranks
+
     @property
     def nbytes(self) -> int:
-        """About what it takes, without its config and header."""
-        arrays = self.moves.nbytes + self.image.scales.nbytes
-        return arrays + 64 * (len(self.gaps) + len(self.image.ranks))
+        """About the most it may take, without its config and header."""
+        layout, most = self.terms.layout, MOVE_BYTES // ITEM_BYTES[self.dtype]
+        values = sum(
+            rank * (layout.pairs[pair].k_in + layout.pairs[pair].n_out)
+            for pair, rank in self._ranks
+        )
+        moves = 2 * len(self.pairs) + values // most
+        arrays = self.pairs.nbytes + self.image.scales.nbytes
+        return arrays + 48 * moves + 64 * (len(self.pairs) + len(self.image.ranks))
 
     def image_of(self, packed: npt.NDArray[np.uint8], digest: str) -> SlotImage:
         """The image in a buffer that was packed by this recipe."""
@@ -240,13 +264,26 @@ def _recipe(
     image: SlotImage,
     report: LoadReport,
 ) -> Recipe:
-    layout, item, size = terms.layout, ITEM_BYTES[dtype], terms.layout.elem.size
+    item = ITEM_BYTES[dtype]
+    places = [(p.index, p.rank, p.a.begin // item, p.b.begin // item) for p in pairs]
+    return Recipe(
+        terms=terms,
+        start=start,
+        dtype=dtype,
+        pairs=np.array(places, np.int64),
+        image=replace(image, buffer=np.empty(0, np.uint8), digest="", lent=False),
+        report=_own(report, {}),
+    )
+
+
+def _moves(recipe: Recipe) -> list[_Move]:
+    layout, size = recipe.terms.layout, recipe.terms.layout.elem.size
+    most = MOVE_BYTES // ITEM_BYTES[recipe.dtype]
     moves: list[_Move] = []
-    starts = [layout.a_start(pair.index, image.annex) for pair in pairs]
-    for pair, a_start in zip(pairs, starts, strict=True):
-        place, rank, most = layout.pairs[pair.index], pair.rank, MOVE_BYTES // item
+    pairs: list[list[int]] = recipe.pairs.tolist()
+    for index, rank, a, b in pairs:
+        place, a_start = layout.pairs[index], layout.a_start(index, recipe.image.annex)
         b_start = a_start + place.stride * place.k_in * size
-        a, b = pair.a.begin // item, pair.b.begin // item
         whole = [(a, a_start, place.k_in)]
         if rank == place.stride:
             whole.append((b, b_start, place.n_out))
@@ -261,15 +298,7 @@ def _recipe(
                 count = min(most, rank * width - done)
                 target = offset // size + done
                 moves.append((begin + done + count, begin + done, target, 1, count, count))
-    return Recipe(
-        terms=terms,
-        start=start,
-        dtype=dtype,
-        gaps=tuple(gaps(pairs, starts, layout, image.nbytes)),
-        moves=np.array(_joined(sorted(moves), MOVE_BYTES // item), np.int64),
-        image=replace(image, buffer=np.empty(0, np.uint8), digest="", lent=False),
-        report=_own(report, {}),
-    )
+    return _joined(sorted(moves), most)
 
 
 def _joined(moves: list[_Move], most: int) -> list[_Move]:

@@ -55,9 +55,9 @@ class LoadReport:
         slot_bytes: bytes of its slot.
         annex_bytes: bytes it takes in the arena: experts, token matrices, overlay.
         file_bytes: tensor bytes read.
-        seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: what
-            was left to wait for of the digest, which is taken beside audit and pack. By a recipe
-            the four take turns, and each has all its time.
+        seconds: wall seconds per phase by the given clock: read, audit, pack, and digest: all of
+            it where the thread that reads takes it, as by a recipe, where the four take turns; else
+            what was left to wait for when audit and pack, which it is taken beside, were over.
         modules: rank and scale by kind of module, in walk order; ``()`` from a weight peer that
             does not tell them.
     """

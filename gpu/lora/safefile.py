@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -40,8 +41,7 @@ class FileLimits:
     key_chars: int = 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True, eq=False):
     """One tensor: bytes ``begin`` to ``end`` of ``block``, the data part of its file (uint8)."""
 
     key: str
@@ -143,7 +143,17 @@ def parse_header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[
     raw = file[8 : 8 + length].tobytes()
     if raw[:1] != b"{":
         raise _bad("the header does not begin with '{'")
-    return loads_object(raw, code="bad-safetensors", subject=FILE_NAME), 8 + length
+    header = loads_object(raw, code="bad-safetensors", subject=FILE_NAME, strings=_strings)
+    return header, 8 + length
+
+
+def _strings(header: dict[str, Any]) -> int:
+    """How many strings a header with these keys has, if it is well formed: of an entry its key,
+    those of its three fields, and the dtype."""
+    metadata = header.get("__metadata__")
+    if isinstance(metadata, dict):
+        return 5 * len(header) - 4 + 2 * len(metadata)
+    return 5 * len(header)
 
 
 def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> list[Tensor]:

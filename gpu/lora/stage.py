@@ -1,4 +1,4 @@
-"""From a source to a slot image: read, audit, pack, and the digest beside the last two.
+"""From a source to a slot image: read, audit, pack, and the digest beside one or two of them.
 
 What it owns: the order of the phases, their times and the points where staging can be cancelled.
 Invariants: touches no slot; returns everything or raises; the same bytes give the same image. Many
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -130,7 +131,8 @@ def stage(
             raise StagingError("staging was cancelled", code="stage-cancelled")
 
     terms = Terms(layout, limits.files, base_rows)
-    raw = None
+    raw, hashing = None, 0.0
+    digest: Callable[[], str] | None = None
     if recipes is not None and buffer is None and isinstance(source, StreamedSource):
         intake = Intake(recipes, terms, clock)
         raw = source.stream(limits.files, intake)
@@ -143,13 +145,17 @@ def stage(
             return StagedAdapter(
                 intake.recipe.image_of(packed, name), intake.recipe.report_of(seconds), name
             )
+        if intake.hashed:
+            digest, hashing = intake.digest.hexdigest, intake.seconds["digest"]
     if raw is None:
         # What hasattr tells of a union one checker follows, and the other does not.
         raw = source.read(limits.files)  # pyright: ignore[reportAttributeAccessIssue]
     phase_done()
-    # SHA-256 takes about as long as audit and packing together, and gives up the GIL meanwhile.
-    with ThreadPoolExecutor(1, thread_name_prefix="rota-digest") as beside:
-        digesting = beside.submit(raw.digest)
+    with ExitStack() as stack:
+        if digest is None:
+            # SHA-256 takes longer than audit and packing together, and gives up the GIL meanwhile.
+            beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="rota-digest"))
+            digest = beside.submit(raw.digest).result
         config = parse_config(raw.config, max_bytes=limits.files.config_bytes)
         tensors = parse_shards(raw.shards, limits.files)
         if config.mlx:
@@ -165,11 +171,13 @@ def stage(
         pack_affine(audited.vectors, layout, packed, facts.annex)
         pack_overlay(audited.overlay, layout, packed, facts.annex)
         phase_done()
-        name = digesting.result()
+        name = digest()
     phase_done()
     image = replace(facts, buffer=packed, digest=name, lent=buffer is not None)
     names = ("read", "audit", "pack", "digest")
     seconds = {n: end - begin for n, begin, end in zip(names, marks, marks[1:], strict=False)}
+    seconds["read"] -= hashing
+    seconds["digest"] += hashing
     sizes = (image.annex_bytes, raw.nbytes)
     report = _report(config, tensors, audited, layout, *sizes, seconds)
     if recipes is not None:
@@ -180,9 +188,10 @@ def stage(
 def _facts(audited: Audited, layout: SlotLayout) -> SlotImage:
     """All of the image but its bytes and digest."""
     n_pairs = len(layout.pairs)
-    scales, ranks = np.zeros(n_pairs, np.float32), [0] * n_pairs
+    held, ranks = [0.0] * n_pairs, [0] * n_pairs
     for pair in audited.pairs:
-        scales[pair.index], ranks[pair.index] = pair.scale, pair.rank
+        held[pair.index], ranks[pair.index] = pair.scale, pair.rank
+    scales = np.array(held, np.float32)
     scales.flags.writeable = False
     return laid_out(
         layout,
@@ -228,10 +237,11 @@ def _report(
     file_bytes: int,
     seconds: dict[str, float],
 ) -> LoadReport:
+    modules = _modules(audited, layout)
     return LoadReport(
         tensors=len(tensors),
         pairs=len(audited.pairs),
-        by_module=dict(Counter(layout.pairs[p.index].module.label for p in audited.pairs)),
+        by_module={module.module: module.pairs for module in modules},
         ignored=config.ignored,
         notes=config.notes + audited.notes,
         ranks=tuple(sorted(Counter(p.rank for p in audited.pairs).items())),
@@ -244,7 +254,7 @@ def _report(
         annex_bytes=annex_bytes,
         file_bytes=file_bytes,
         seconds=seconds,
-        modules=_modules(audited, layout),
+        modules=modules,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,29 @@ def test_a_cancelled_stage_of_a_known_kind_ends(kit: Any) -> None:
     with pytest.raises(RotaError) as caught:
         kit.stage(kit.pair(), recipes=recipes, cancelled=lambda: True)
     assert caught.value.code == "stage-cancelled"
+
+
+@pytest.mark.parametrize("size", [0, -1], ids=["while it is read", "by another thread"])
+def test_a_new_kind_is_hashed(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int
+) -> None:
+    """Files up to a size by the thread that reads them, larger ones beside audit and packing."""
+    config, tensors = kit.config(target_modules=list(LEAVES)), tensors_of(kit)
+    folder = kit.write(tmp_path, tensors, config)
+    whole = (folder / "adapter_model.safetensors").stat().st_size
+    others, real = [], staging.ThreadPoolExecutor
+
+    def beside(*args: Any, **more: Any) -> Any:
+        others.append(args)
+        return real(*args, **more)
+
+    monkeypatch.setattr(intake, "HASHED_BYTES", whole + size)
+    monkeypatch.setattr(directory, "PIECE_BYTES", 100)
+    monkeypatch.setattr(directory, "HEAD_BYTES", 50)
+    monkeypatch.setattr(staging, "ThreadPoolExecutor", beside)
+    clock = iter(range(10_000)).__next__
+    made = stage(DirectorySource(folder), kit.layout(), recipes=Recipes(), clock=clock)
+    assert len(others) == -size
+    assert made.digest == hashlib.sha256(config + kit.file(tensors)).hexdigest()
+    assert (made.report.seconds["digest"] > 1) is (size == 0)
+    same(made, kit.stage(tensors, config))
