@@ -13,27 +13,29 @@ from rota.sched.core import events as ev
 World = Callable[..., Any]
 
 
-def step(w: Any) -> None:
-    w.send(ev.Plan())
-    w.now += 0.1
-    while w.device:
-        w.run_device()
+def step(w: Any, times: int = 1) -> None:
+    for _ in range(times):
+        w.send(ev.Plan())
+        w.now += 0.1
+        while w.device:
+            w.run_device()
 
 
-def load(w: Any, name: str, nbytes: int, **kw: Any) -> Any:
-    """``name``'s adapter, whose annex has ``nbytes``."""
+def source_of(w: Any, name: str, nbytes: int) -> int:
+    """A new one of ``name``'s adapter, whose annex has ``nbytes``."""
     source = len(w.content) + 1
     w.content[source] = f"{name}-{source}"
     w.annex[w.content[source]] = nbytes
-    return w.load(name, source, **kw)
+    return source
+
+
+def load(w: Any, name: str, nbytes: int, **kw: Any) -> Any:
+    return w.load(name, source_of(w, name, nbytes), **kw)
 
 
 def ask_for(w: Any, kind: Any, name: str, nbytes: int, *args: Any) -> int:
     """The same by a command nobody waits for; its image is ready."""
-    source = len(w.content) + 1
-    w.content[source] = f"{name}-{source}"
-    w.annex[w.content[source]] = nbytes
-    command = int(w.command(kind, name, source, *args))
+    command = int(w.command(kind, name, source_of(w, name, nbytes), *args))
     while w.run_stage():
         pass
     return command
@@ -42,6 +44,11 @@ def ask_for(w: Any, kind: Any, name: str, nbytes: int, *args: Any) -> int:
 def held(w: Any) -> dict[str, int]:
     """Bytes in the arena, by name."""
     return {s.name: s.annex for s in w.core.stats().slots if s.name is not None}
+
+
+def states(w: Any) -> dict[str | None, str]:
+    """What slots are in, by name."""
+    return {s.name: s.state for s in w.core.stats().slots}
 
 
 def test_an_annex_has_exactly_its_bytes_and_gives_them_back(world: World) -> None:
@@ -120,8 +127,7 @@ def test_one_without_an_annex_never_waits_for_the_arena(world: World) -> None:
     w.submit(1, "a", n=40)
     step(w)
     waiting = ask_for(w, ev.Load, "b", 50)
-    for _ in range(8):
-        step(w)
+    step(w, 8)
     assert waiting not in w.replies  # a drains for it
     assert load_now(w, "plain") and waiting not in w.replies
     w.settle()
@@ -144,14 +150,11 @@ def test_busy_ones_in_the_way_are_drained_together_after_their_time(world: World
         step(w)
     command = ask_for(w, ev.Load, "big", 55)
     assert w.core.stats().drained == 0
-    for _ in range(6):
-        step(w)
-    states = {s.name: s.state for s in w.core.stats().slots}
+    step(w, 6)
     # The two used longest ago lie side by side.
-    assert states == {"a": "DRAINING", "b": "DRAINING", "c": "IN_USE", None: "EMPTY"}
+    assert states(w) == {"a": "DRAINING", "b": "DRAINING", "c": "IN_USE", None: "EMPTY"}
     w.submit(1, "a", n=1)
-    for _ in range(40):
-        step(w)
+    step(w, 40)
     assert w.replies[command].failure is None
     assert w.ended[ord("a")].reason == w.ended[ord("b")].reason == "length"
     w.settle()
@@ -166,11 +169,9 @@ def test_smaller_ones_do_not_starve_a_larger_one(world: World) -> None:
     w.submit(2, "b", n=40)
     step(w)
     big = ask_for(w, ev.Load, "big", 100)
-    for _ in range(6):
-        step(w)
+    step(w, 6)
     small = ask_for(w, ev.Load, "small", 10)
-    for _ in range(12):
-        step(w)
+    step(w, 12)
     # a has ended and its bytes are free, but they are kept for the one that waited longer.
     assert 1 in w.ended and 2 not in w.ended and not {big, small} & w.replies.keys()
     assert w.core.stats().arena.free == 50
@@ -204,11 +205,10 @@ def test_a_new_version_too_large_to_lie_beside_waits_for_its_own(
     w.submit(2, "other", n=40)
     step(w)
     command = ask_for(w, ev.Replace, "a", 60)
-    for _ in range(7):
-        step(w)
+    step(w, 7)
     w.submit(3, "a", n=2)
-    states = {s.name: s.state for s in w.core.stats().slots}
-    assert states["a"] == "DRAINING" and states["other"] == "IN_USE" and command not in w.replies
+    now = states(w)
+    assert now["a"] == "DRAINING" and now["other"] == "IN_USE" and command not in w.replies
     w.settle()
     assert w.replies[command].failure is None and w.ended[3].reason == "length"
     assert {i for i, _ in w.tokens[1]} != {i for i, _ in w.tokens[3]}
@@ -224,15 +224,10 @@ def test_one_pinned_while_it_is_waited_for_is_let_be(world: World) -> None:
         w.submit(seq, name, n=30)
         step(w)
     command = ask_for(w, ev.Load, "c", 40)
-    for _ in range(6):
-        step(w)
-    assert {s.name: s.state for s in w.core.stats().slots}["a"] == "DRAINING"
+    step(w, 6)
+    assert states(w)["a"] == "DRAINING"
     w.command(ev.Pin, "a", True)
-    assert {s.name: s.state for s in w.core.stats().slots} == {
-        "a": "IN_USE",
-        "b": "DRAINING",
-        None: "EMPTY",
-    }
+    assert states(w) == {"a": "IN_USE", "b": "DRAINING", None: "EMPTY"}
     w.settle()
     assert w.replies[command].failure is None and held(w) == {"a": 50, "c": 40}
 
@@ -243,8 +238,7 @@ def test_who_gives_up_lets_what_it_drained_serve_again(world: World) -> None:
     w.submit(1, "a", n=30)
     step(w)
     ask_for(w, ev.Load, "b", 40)
-    for _ in range(6):
-        step(w)
+    step(w, 6)
     assert w.core.stats().slots[0].state == "DRAINING"
     w.command(ev.Unload, "b", w.now + 1)
     assert w.core.stats().slots[0].state == "IN_USE"
@@ -272,8 +266,7 @@ def test_a_swap_waits_for_its_slot_and_the_arena(world: World) -> None:
     w.submit(2, "b", n=20)
     step(w)
     command = ask_for(w, ev.Swap, "c", 100, 0)
-    for _ in range(12):
-        step(w)
+    step(w, 12)
     assert command not in w.replies and 1 in w.ended
     w.settle()
     reply = w.replies[command]
@@ -286,8 +279,7 @@ def test_a_swap_into_the_only_slot_does_not_wait_for_one_that_waits_for_it(world
     w.submit(1, "a", n=12)
     step(w)
     big = ask_for(w, ev.Load, "big", 100)
-    for _ in range(6):
-        step(w)
+    step(w, 6)
     assert w.core.stats().slots[0].state == "DRAINING"
     swap = ask_for(w, ev.Swap, "c", 60, 0)
     w.settle()
@@ -306,8 +298,7 @@ def test_a_swap_has_its_slot_and_the_arena_emptied_at_once(world: World, busy: b
         w.submit(2, "b", n=12)
     step(w)
     command = ask_for(w, ev.Swap, "c", 180, 1)
-    for _ in range(5):
-        step(w)
+    step(w, 5)
     assert w.core.stats().slots[0].state == "DRAINING" and command not in w.replies
     w.submit(3, "b", n=40)
     while 1 not in w.ended:
