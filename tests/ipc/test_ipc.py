@@ -22,19 +22,10 @@ from rota.errors import (
 )
 from rota.sched.ipc.client import Backoff, Client
 from rota.sched.ipc.limits import IpcLimits
-from rota.sched.sim.engine import sim_content, sim_text
+
+from .asking import CONFIG, A, B, params, text_of
 
 pytestmark = pytest.mark.anyio
-CONFIG = b"{}"
-A, B = b"tensors of a", b"tensors of b"
-
-
-def params(n: int = 8, **more: Any) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n, **more)
-
-
-def text_of(tensors: bytes | None, prompt: int, n: int) -> str:
-    return sim_text("base" if tensors is None else sim_content(tensors, CONFIG), prompt, n)
 
 
 @pytest.mark.parametrize("tcp", [False, True])

@@ -15,9 +15,10 @@ import anyio
 import pytest
 
 import rota
-from rota.errors import EngineClosedError
 from rota.sched.ipc.client import Backoff
 from rota.sched.sim.engine import sim_content, sim_text
+
+from .asking import end_without_their_engine, params
 
 pytestmark = pytest.mark.anyio
 
@@ -25,10 +26,6 @@ pytestmark = pytest.mark.anyio
 def running_tasks() -> list[Any]:
     """Every task of this event loop."""
     return anyio.get_running_tasks()
-
-
-def params(n: int = 8) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n)
 
 
 async def test_a_killed_engine_ends_streams_by_name_and_a_new_one_is_found(
@@ -42,11 +39,7 @@ async def test_a_killed_engine_ends_streams_by_name_and_a_new_one_is_found(
             for stream in streams:
                 await stream.__anext__()
             first.send_signal(signal.SIGKILL)
-            for stream in streams:
-                with pytest.raises(EngineClosedError) as caught:
-                    async for _ in stream:
-                        pass
-                assert caught.value.code == "engine-gone"
+            await end_without_their_engine(streams)
             async with process("sim_process.py", address):
                 await engine.wait_connected()
                 assert await engine.complete([1], None, params()) == sim_text("base", 1, 8)
@@ -117,11 +110,7 @@ async def test_an_engine_killed_at_any_moment_ends_what_it_had_and_no_more(
             for _ in range(rng.randrange(1, 60)):
                 await streams[rng.randrange(len(streams))].__anext__()
             first.send_signal(signal.SIGKILL)
-            for stream in streams:
-                with pytest.raises(EngineClosedError) as caught:
-                    async for _ in stream:
-                        pass
-                assert caught.value.code == "engine-gone"
+            await end_without_their_engine(streams)
             first = await stack.enter_async_context(process("sim_process.py", address))
         for client in clients:
             await client.wait_connected()

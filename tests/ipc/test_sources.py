@@ -21,17 +21,9 @@ from rota.sched.ipc.client import Backoff
 from rota.sched.ipc.limits import IpcLimits
 from rota.sched.sim.engine import sim_content, sim_text
 
+from .asking import CONFIG, A, params, text_of
+
 pytestmark = pytest.mark.anyio
-CONFIG = b"{}"
-A, B = b"tensors of a", b"tensors of b"
-
-
-def params(n: int = 8, **more: Any) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n, **more)
-
-
-def text_of(tensors: bytes | None, prompt: int, n: int) -> str:
-    return sim_text("base" if tensors is None else sim_content(tensors, CONFIG), prompt, n)
 
 
 async def test_paths_outside_the_allow_list_are_refused(serving: Any, tmp_path: Path) -> None:
