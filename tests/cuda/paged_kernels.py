@@ -1,19 +1,21 @@
 """Paged attention kernels of plain torch operations, to be called as the real ones are.
 
-What they are: `flash` has the arguments of ``aten::_flash_attention_forward`` and is registered
-under it, so torch's own ``varlen_attn`` runs; `flashinfer` has the names and signatures of
-flashinfer-python 0.7.4 (``flashinfer/decode.py`` and ``prefill.py``; 0.6.0 has those used here
-too). Both read everything but sizes on the device, as kernels do, and check what the real ones
-rely on. Invariants: NaN outside of what a row may see stays there; nothing is read on the host
-while a capture records, except by ``plan``.
+What they are: `Flash` has the arguments of ``aten::_flash_attention_forward`` and is registered
+under it, so torch's own ``varlen_attn`` runs; `flashinfer_module` has wrappers of the names of
+flashinfer-python, called as `flashinfer_calls` says of its newest version. Both read everything but
+sizes on the device, as kernels do, and check what the real ones rely on. Invariants: NaN outside of
+what a row may see stays there; nothing is read on the host while a capture records, except by
+``plan``.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
+
+from .flashinfer_calls import DECODE, NEWEST, PREFILL
 
 PAGE = 16
 GEOMETRIES = [
@@ -114,22 +116,37 @@ class Flash:
 
 
 class _Wrapper:
-    """What both of flashinfer's wrappers do."""
+    """What both of flashinfer's wrappers do; ``kind`` is the name of the one it is."""
 
-    def _start(self, workspace, layout):
-        assert workspace.dtype is torch.uint8 and layout == "NHD"
+    kind = ""
+    made = 0
+
+    def __init__(self, *args, **more):
+        given = self._given("__init__", args, more)
+        workspace = given.float_workspace_buffer
+        assert workspace.dtype is torch.uint8 and given.kv_layout == "NHD"
+        assert given.backend == "auto" and given.jit_args is None
         # Page-locked memory of plans: reused by each, read by a copy that is only queued.
         self._pinned = None
         self.plans = self.runs = 0
+        self._open(given)
+        type(self).made += 1
 
-    def _plan(self, indptr, indices, last, heads, kv_heads, dim, page, scale, q_type, kv_type):
+    def _given(self, name, args, more):
+        """Arguments by name, as flashinfer's own method takes them."""
+        bound = NEWEST[self.kind, name].bind(*args, **more)
+        bound.apply_defaults()
+        return SimpleNamespace(**bound.arguments)
+
+    def _plan(self, indptr, indices, last, dim, given):
         for array in (indptr, indices, last):
             assert array.dtype is torch.int32 and array.device.type == "cpu" and array.dim() == 1
         assert int(indptr[0].item()) == 0, "not while a graph is captured"
-        host = last.numpy()
+        host, page = last.numpy(), given.page_size
         assert len(indptr) == len(last) + 1 and int(indptr.numpy()[-1]) == len(indices)
         assert host.min() >= 1 and host.max() <= page == PAGE and (np.diff(indptr) >= 1).all()
-        self._facts = (heads, kv_heads, dim, scale, q_type, kv_type)
+        heads = given.num_qo_heads, given.num_kv_heads
+        self._facts = (*heads, dim, given.sm_scale, given.q_data_type, given.kv_data_type)
         lens = (np.diff(indptr.numpy()) - 1) * page + host
         if self._pinned is None or len(self._pinned) != len(lens):
             self._pinned = torch.from_numpy(np.empty(len(lens), np.int32))
@@ -137,228 +154,87 @@ class _Wrapper:
         self.plans += 1
         return lens
 
-    def _run(self, q, cache, indptr, indices, seen, starts, width):
+    def run(self, *args, **more):
+        given = self._given("run", args, more)
+        assert not given.args and not given.return_lse
+        q = given.q
         heads, kv_heads, dim, scale, q_type, kv_type = self._facts
-        keys, values = cache
+        keys, values = given.paged_kv_cache
         assert tuple(q.shape[1:]) == (heads, dim) and q.dtype is q_type and q.is_contiguous()
         for pages in (keys, values):
             assert tuple(pages.shape[1:]) == (PAGE, kv_heads, dim)
             assert pages.dtype is kv_type and pages.is_contiguous()
         self.runs += 1
-        at = indptr[:-1, None].long() + torch.arange(width, device=q.device)
+        at = self._indptr[:-1, None].long() + torch.arange(self._width, device=q.device)
         # No page but the row's own is looked at, as behind them lies what other plans left.
-        at = torch.minimum(at, indptr[1:, None].long() - 1)
-        pages = indices.index_select(0, at.flatten())
-        rows, position = _tokens(starts, seen, q.shape[0])
-        pages = pages.view(-1, width)
-        return paged_attention(q, keys, values, pages, seen, rows, position, scale)
+        at = torch.minimum(at, self._indptr[1:, None].long() - 1)
+        pages = self._indices.index_select(0, at.flatten())
+        rows, position = _tokens(self._starts, self._seen, q.shape[0])
+        pages = pages.view(-1, self._width)
+        return paged_attention(q, keys, values, pages, self._seen, rows, position, scale)
 
 
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """See the module."""
+class _Decode(_Wrapper):
+    """Of a fixed number of rows, for graphs: its buffers are the caller's."""
 
-    made = 0
+    kind = DECODE
 
-    def __init__(
-        self,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        use_tensor_cores=False,
-        paged_kv_indptr_buffer=None,
-        paged_kv_indices_buffer=None,
-        paged_kv_last_page_len_buffer=None,
-        backend="auto",
-        jit_args=None,
-        jit_kwargs=None,
-    ):
-        self._start(float_workspace_buffer, kv_layout)
-        assert use_cuda_graph and backend == "auto" and jit_args is None
-        self._indptr, self._indices = paged_kv_indptr_buffer, paged_kv_indices_buffer
-        self._last = paged_kv_last_page_len_buffer
+    def _open(self, given):
+        assert given.use_cuda_graph
+        self._indptr = given.paged_kv_indptr_buffer
+        self._indices = given.paged_kv_indices_buffer
+        self._last = given.paged_kv_last_page_len_buffer
         self._rows = len(self._last)
         assert len(self._indptr) == self._rows + 1
+        self._width = len(self._indices) // self._rows
         self._seen = torch.zeros_like(self._last)
         self._starts = torch.arange(self._rows + 1, dtype=torch.int32, device=self._last.device)
-        type(self).made += 1
 
-    def plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        *deprecated_positional_args,
-        **kwargs,
-    ):
-        assert not deprecated_positional_args
-        assert set(kwargs) <= {"sm_scale", "q_data_type", "kv_data_type"}
-        assert len(last_page_len) == self._rows, "one wrapper serves one number of rows"
-        self._plan(
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            kwargs["sm_scale"],
-            kwargs["q_data_type"],
-            kwargs["kv_data_type"],
-        )
+    def plan(self, *args, **more):
+        given = self._given("plan", args, more)
+        assert not given.deprecated_positional_args
+        assert set(given.kwargs) <= {"sm_scale", "q_data_type", "kv_data_type"}
+        vars(given).update(given.kwargs)
+        indptr, indices, last = given.indptr, given.indices, given.last_page_len
+        assert len(last) == self._rows, "one wrapper serves one number of rows"
+        self._plan(indptr, indices, last, given.head_dim, given)
         self._indptr.copy_(indptr, non_blocking=True)
-        self._last.copy_(last_page_len, non_blocking=True)
+        self._last.copy_(last, non_blocking=True)
         self._indices[: len(indices)].copy_(indices)
         self._seen.copy_(self._pinned, non_blocking=True)
 
-    def run(
-        self,
-        q,
-        paged_kv_cache,
-        *args,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-        q_len_per_req=None,
-        skip_softmax_threshold_scale_factor=None,
-        kv_cache_sf=None,
-    ):
-        assert not args and q.shape[0] == self._rows and not return_lse
-        width = len(self._indices) // self._rows
-        return self._run(
-            q, paged_kv_cache, self._indptr, self._indices, self._seen, self._starts, width
-        )
+    def run(self, q, *args, **more):
+        assert q.shape[0] == self._rows
+        return super().run(q, *args, **more)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """See the module."""
+class _Prefill(_Wrapper):
+    """Of any rows, never in a graph."""
 
-    def __init__(
-        self,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        qo_indptr_buf=None,
-        paged_kv_indptr_buf=None,
-        paged_kv_indices_buf=None,
-        paged_kv_last_page_len_buf=None,
-        custom_mask_buf=None,
-        mask_indptr_buf=None,
-        backend="auto",
-        jit_args=None,
-        jit_kwargs=None,
-        variant_owns_mask=False,
-        max_total_num_rows=None,
-    ):
-        self._start(float_workspace_buffer, kv_layout)
-        assert not use_cuda_graph and backend == "auto" and jit_args is None
-        self._where = float_workspace_buffer.device
+    kind = PREFILL
 
-    def plan(
-        self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
-        pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False,
-        sm_scale=None,
-        window_left=-1,
-        logits_soft_cap=None,
-        rope_scale=None,
-        rope_theta=None,
-        q_data_type="float16",
-        kv_data_type=None,
-        o_data_type=None,
-        non_blocking=True,
-        prefix_len_ptr=None,
-        token_pos_in_items_ptr=None,
-        token_pos_in_items_len=0,
-        max_item_len_ptr=None,
-        seq_lens=None,
-        seq_lens_q=None,
-        block_tables=None,
-        max_token_per_sequence=None,
-        max_sequence_kv=None,
-        fixed_split_size=None,
-        disable_split_kv=False,
-        uniform_q_len=None,
-        use_token_head_sf=False,
-    ):
-        assert causal and qo_indptr.dtype is torch.int32 and qo_indptr.device.type == "cpu"
-        lens = self._plan(
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
-            sm_scale,
-            q_data_type,
-            kv_data_type,
-        )
-        assert (np.diff(qo_indptr.numpy()) <= lens).all()
-        self._width = int(np.diff(paged_kv_indptr.numpy()).max())
-        self._starts = qo_indptr.to(self._where)
-        self._indptr = paged_kv_indptr.to(self._where)
-        self._indices = paged_kv_indices.to(self._where)
-        self._seen = torch.empty_like(paged_kv_last_page_len, device=self._where)
+    def _open(self, given):
+        assert not given.use_cuda_graph
+        self._where = given.float_workspace_buffer.device
+
+    def plan(self, *args, **more):
+        given = self._given("plan", args, more)
+        starts, indptr = given.qo_indptr, given.paged_kv_indptr
+        indices, last = given.paged_kv_indices, given.paged_kv_last_page_len
+        assert given.causal and starts.dtype is torch.int32 and starts.device.type == "cpu"
+        lens = self._plan(indptr, indices, last, given.head_dim_qk, given)
+        assert (np.diff(starts.numpy()) <= lens).all()
+        self._width = int(np.diff(indptr.numpy()).max())
+        self._starts = starts.to(self._where)
+        self._indptr = indptr.to(self._where)
+        self._indices = indices.to(self._where)
+        self._seen = torch.empty_like(last, device=self._where)
         self._seen.copy_(self._pinned, non_blocking=True)
-
-    def run(
-        self,
-        q,
-        paged_kv_cache,
-        *args,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        lse_base="log2",
-        lse_layout="NH",
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-        kv_cache_sf=None,
-        skip_softmax_threshold_scale_factor=None,
-        use_fp16_softmax=None,
-        uses_spcompress=None,
-    ):
-        assert not args and not return_lse
-        return self._run(
-            q,
-            paged_kv_cache,
-            self._indptr,
-            self._indices,
-            self._seen,
-            self._starts,
-            self._width,
-        )
 
 
 def flashinfer_module():
     """A module of that name's shape, to stand in ``sys.modules``."""
     made = ModuleType("flashinfer")
-    for kind in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
-        setattr(made, kind.__name__, type(kind.__name__, (kind,), {"made": 0}))
+    for kind in (_Decode, _Prefill):
+        setattr(made, kind.kind, type(kind.kind, (kind,), {"made": 0}))
     return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +13,7 @@ from rota.gpu.model.torch_attention_probe import why_not
 from rota.gpu.model.torch_attention_varlen import varlen_as_it_is
 from rota.gpu.model.torch_rows import HostRows, MixedRows, StepRows
 
+from .flashinfer_calls import NEWEST, OLDEST
 from .paged_kernels import GEOMETRIES
 
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 79, 80, 81, 127, 128, 129, 130)
@@ -123,90 +122,17 @@ def test_a_plan_waits_until_the_one_before_has_left_its_memory(on_driver, kernel
     way.close()
 
 
-def kept(kind, name, *parameters, **defaults):
-    """A recorded signature, as a function of these parameters."""
-    listed = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters]
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    listed += [
-        inspect.Parameter(p, kinds[name == "run"], default=default)
-        for p, default in defaults.items()
-    ]
-    return (kind, name), inspect.Signature(listed)
-
-
-PLANNED = ("num_qo_heads", "num_kv_heads")
-KINDS = {"q_data_type": "float16", "kv_data_type": None}
-BUFFERS = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
-FLASHINFER_0_6_0 = dict(
-    [
-        kept(
-            "BatchDecodeWithPagedKVCacheWrapper",
-            "__init__",
-            "float_workspace_buffer",
-            kv_layout="NHD",
-            use_cuda_graph=False,
-            use_tensor_cores=False,
-            **dict.fromkeys(BUFFERS),
-            backend="auto",
-            jit_args=None,
-        ),
-        kept(
-            "BatchDecodeWithPagedKVCacheWrapper",
-            "plan",
-            *("indptr", "indices", "last_page_len", *PLANNED, "head_dim", "page_size"),
-            pos_encoding_mode="NONE",
-            window_left=-1,
-            logits_soft_cap=None,
-            **KINDS,
-            o_data_type=None,
-            data_type=None,
-            sm_scale=None,
-        ),
-        kept("BatchDecodeWithPagedKVCacheWrapper", "run", "q", "paged_kv_cache", out=None),
-        kept(
-            "BatchPrefillWithPagedKVCacheWrapper",
-            "__init__",
-            "float_workspace_buffer",
-            kv_layout="NHD",
-            use_cuda_graph=False,
-        ),
-        kept(
-            "BatchPrefillWithPagedKVCacheWrapper",
-            "plan",
-            *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
-            *(*PLANNED, "head_dim_qk", "page_size"),
-            head_dim_vo=None,
-            custom_mask=None,
-            packed_custom_mask=None,
-            causal=False,
-            pos_encoding_mode="NONE",
-            use_fp16_qk_reduction=False,
-            sm_scale=None,
-            window_left=-1,
-            logits_soft_cap=None,
-            rope_scale=None,
-            rope_theta=None,
-            **KINDS,
-        ),
-        kept("BatchPrefillWithPagedKVCacheWrapper", "run", "q", "paged_kv_cache", out=None),
-    ]
-)
-"""Recorded from ``flashinfer/decode.py`` and ``prefill.py`` of 0.6.0, up to what is used; the
-stand-in's own signatures are those of 0.7.4."""
-
-
 def test_every_call_binds_to_the_oldest_flashinfer_too(host, kernels, monkeypatch):
     module, called = kernels[1], {}
-    for kind in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
-        for name in ("__init__", "plan", "run"):
-            real = getattr(getattr(module, kind), name)
+    for kind, name in OLDEST:
+        real = getattr(getattr(module, kind), name)
 
-            def spy(self, *args, _real=real, _at=(kind, name), **more):
-                called[_at] = (args, more)
-                return _real(self, *args, **more)
+        def spy(self, *args, _real=real, _at=(kind, name), **more):
+            called[_at] = (args, more)
+            return _real(self, *args, **more)
 
-            monkeypatch.setattr(getattr(module, kind), name, spy)
+        monkeypatch.setattr(getattr(module, kind), name, spy)
     assert why_not(FlashInferAttention, host.spec(), graphs=False) is None
-    assert called.keys() == FLASHINFER_0_6_0.keys()
+    assert called.keys() == OLDEST.keys() == NEWEST.keys()
     for at, (args, more) in called.items():
-        FLASHINFER_0_6_0[at].bind(*args, **more)
+        OLDEST[at].bind(*args, **more)
