@@ -39,8 +39,10 @@ _KNOWN_BYTES: Final = 16 << 10
 """Of the largest config that is remembered."""
 _ANNEX_ALONG: Final = 64 << 20
 """An image with a larger annex does not come along with the answer, before its size is known."""
-_ALONE_BYTES: Final = 16 << 20
-"""Up to as many the thread that receives an image checks it as well."""
+_SMALL_BYTES: Final = 4 << 20
+"""Up to as many the thread that receives an image checks it as well: another wakes too late."""
+_ALONE_BYTES: Final = 64 << 20
+"""As many, where the other thread would have to be made."""
 _PHASES: Final = ("resolve", "pack", "transfer", "verify")
 
 
@@ -282,12 +284,12 @@ class ImageLanding:
         if self._verifier is None:
             assert self._packed is not None
             name, digests = self._packed.hash, self._packed.chunks
-            threads = 2
+            threads, lent, nbytes = 2, None, target.nbytes
             if name != SHA256 and self._session.rails is None:
-                # A fast hash keeps up with a connection, and the peer may want a core as well; a
-                # small image is checked before a thread would be there.
-                threads = 0 if target.nbytes <= _ALONE_BYTES else 1
-            self._verifier = ChunkVerifier(target, digests, KNOWN[name], threads)
+                # A fast hash keeps up with a connection, and the peer may want a core as well.
+                lent = self._session.beside() if nbytes > _SMALL_BYTES else None
+                threads = 0 if lent is None and nbytes <= _ALONE_BYTES else 1
+            self._verifier = ChunkVerifier(target, digests, KNOWN[name], threads, lent)
         return self._verifier
 
     def close(self) -> None:

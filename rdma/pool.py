@@ -1,6 +1,6 @@
 """Connections to peers: one promotion's, and those kept for the next.
 
-What it owns: between promotions, the kept connections and their queue pairs. Invariants: a
+What it owns: between promotions, the kept connections, their queue pairs and threads. Invariants: a
 promotion has a connection to itself; one that saw an error is never kept; what a promotion opened
 is released before its connection is kept; no more are kept than asked for, none longer than its
 idle time once the pool is used again or closed.
@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..errors import RequestError, RotaError
 from . import messages as m
+from .background import digest_pool
 from .link import KeptStream, Link, Stream
 from .onesided import Cancelled, OneSided, OneSidedRails
 
@@ -30,6 +32,7 @@ class Session:
         deadline: of the promotion, by its clock.
         cancelled: of the promotion.
         opened: digests of the generations it holds on the peer.
+        renewed: it was kept from a promotion before.
     """
 
     link: Link
@@ -39,6 +42,15 @@ class Session:
     deadline: float
     cancelled: Cancelled | None
     opened: list[str] = field(default_factory=list)
+    renewed: bool = False
+    _beside: ThreadPoolExecutor | None = None
+
+    def beside(self) -> ThreadPoolExecutor | None:
+        """A thread that checks digests, for as long as a kept connection lives. A new connection
+        has none: it would be there too late."""
+        if self._beside is None and self.renewed:
+            self._beside = digest_pool(1, "rota-verify")
+        return self._beside
 
     @property
     def keepable(self) -> bool:
@@ -54,14 +66,16 @@ class Session:
     def renew(self, stream: KeptStream, deadline: float, cancelled: Cancelled | None) -> bool:
         """Ready for another promotion; False when the peer has hung up."""
         stream.renew(cancelled)
-        self.deadline, self.cancelled = deadline, cancelled
+        self.deadline, self.cancelled, self.renewed = deadline, cancelled, True
         return self.link.renew(stream, deadline)
 
     def close(self) -> None:
-        """Rails, then the connection. Idempotent."""
+        """Rails, then the connection, then its thread. Idempotent."""
         if self.rails is not None:
             self.rails.close()
         self.stream.close()
+        if self._beside is not None:
+            self._beside.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,14 +38,19 @@ class ChunkVerifier:
 
     Chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
     others too when they fall behind, while nothing arrives (`help`) and in the end. With no threads
-    all are his.
+    all are his. The threads are made when they are needed, or ``lent``, and then not ended.
     """
 
     def __init__(
-        self, array: npt.NDArray[np.uint8], digests: bytes, hash_: Hash, threads: int = 2
+        self,
+        array: npt.NDArray[np.uint8],
+        digests: bytes,
+        hash_: Hash,
+        threads: int = 2,
+        lent: ThreadPoolExecutor | None = None,
     ) -> None:
         self._array, self._digests, self._hash, self._threads = array, digests, hash_, threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._lent, self._pool = lent, lent
         self._waiting: deque[int] = deque()
         self._checks: deque[Future[object]] = deque()
         self._next = 0
@@ -54,15 +59,15 @@ class ChunkVerifier:
         """The first ``count`` bytes are there. Raises StagingError digest-mismatch, early."""
         whole = count == self._array.nbytes
         end = -(-count // CHUNK_BYTES) if whole else count // CHUNK_BYTES
-        for chunk in range(self._next, end):
-            self._waiting.append(chunk)
-            if self._threads and not whole:
-                if self._pool is None:
-                    self._pool = digest_pool(self._threads, "rota-verify")
-                self._checks.append(self._pool.submit(self._check))
-        self._next = max(self._next, end)
         while self._checks and self._checks[0].done():
             self._checks.popleft().result()
+        for chunk in range(self._next, end):
+            self._waiting.append(chunk)
+            if len(self._checks) < self._threads and not whole:
+                if self._pool is None:
+                    self._pool = digest_pool(self._threads, "rota-verify")
+                self._checks.append(self._pool.submit(self._check_all))
+        self._next = max(self._next, end)
 
     def help(self) -> bool:
         """Check a chunk if the threads are behind. Raises StagingError digest-mismatch."""
@@ -81,18 +86,29 @@ class ChunkVerifier:
             raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")
         return True
 
+    def _check_all(self) -> None:
+        """Check what waits, until nothing does. What comes as this ends waits for the next."""
+        while self._check():
+            pass
+
     def finish(self) -> None:
         """Until every chunk is checked. Raises StagingError digest-mismatch."""
         self.advance(self._array.nbytes)
-        while self._check():
-            pass
+        self._check_all()
         while self._checks:
             self._checks.popleft().result()
 
     def close(self) -> None:
         """End the threads, whatever they still had to do. Idempotent."""
-        if self._pool is not None:
+        self._waiting.clear()
+        if self._pool is None:
+            return
+        if self._lent is None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        while self._checks:  # they look at the array
+            check = self._checks.popleft()
+            if not check.cancel():
+                check.exception()
 
 
 class WholeVerifier:

@@ -223,6 +223,11 @@ class SlotLayout:
             sizes[1] = 0
         return sizes
 
+    @cached_property
+    def _any_in_annex(self) -> bool:
+        """A pair or its vectors may lie in one."""
+        return bool(self._annex_sizes.any())
+
     def overlay_bytes(self, rows: int) -> int:
         """Bytes of an annex that an overlay of ``rows`` rows a matrix takes."""
         return 2 * self._matrix_bytes(rows)
@@ -245,6 +250,8 @@ class SlotLayout:
     ) -> Annex | None:
         """The annex of an image with these pairs and vectors (per pair index) and this many
         replaced rows; ``None`` if none of them lies in one."""
+        if not (embed_rows or head_rows or self._any_in_annex):
+            return None
         place, offsets = self.slot_bytes, []
         held = (present, affine or (False,) * len(self.pairs))
         for sizes, found in zip(self._annex_sizes, held, strict=True):

@@ -1,4 +1,4 @@
-"""Threads that reckon a peer's digests give way to the loop."""
+"""Threads that reckon digests give way to the loop."""
 
 from __future__ import annotations
 

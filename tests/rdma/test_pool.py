@@ -15,6 +15,7 @@ import pytest
 from rota.errors import RequestError, RotaError, StagingError
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
+from rota.rdma import landing
 from rota.rdma import messages as m
 from rota.rdma.client import Peer
 from rota.rdma.frames2 import Times
@@ -72,6 +73,36 @@ def test_one_connection_serves_many_promotions(
         settled(running, leases=0)  # nothing stays open on the peer while it is kept
     assert running.peer.counters()["connections"] == 1
     assert source.read(kit_limits()).digest() == stage(source, kit.small).digest
+
+
+def test_a_kept_connection_has_one_thread_that_checks(
+    kit: Any, serve: Any, tmp_path: Path, pool: PeerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its second promotion on, until it is closed; what is small needs none."""
+    monkeypatch.setattr(landing, "SHA256", "")  # whichever hash there is passes for a fast one
+
+    def checking() -> int:
+        return sum("rota-verify" in t.name for t in threading.enumerate())
+
+    folder = kit.write(tmp_path / "large", kit.large)
+    running = serve({"one": folder})
+    source = Peer(running.address, "one", secret=kit.secret, packed="always", pool=pool)
+    whole = stage(DirectorySource(folder), kit.large).image.buffer.tobytes()
+    assert len(whole) > 2 * MIB
+    for small, wanted in ((1 << 30, [0, 0]), (0, [1, 1])):
+        monkeypatch.setattr(landing, "_SMALL_BYTES", small)
+        for count in wanted:
+            assert stage(source, kit.large).image.buffer.tobytes() == whole
+            assert checking() == count
+    assert running.peer.counters()["connections"] == 1
+    with pytest.raises(RequestError):
+        stage(Peer(running.address, "two", secret=kit.secret, pool=pool), kit.large)
+    assert (len(pool), checking()) == (0, 0)
+    for count in (0, 1):  # a new connection has none yet
+        stage(source, kit.large)
+        assert checking() == count
+    pool.close()
+    assert checking() == 0
 
 
 def kit_limits() -> Any:

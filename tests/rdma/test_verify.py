@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -109,3 +110,39 @@ def test_without_threads_the_caller_checks_all_when_he_may() -> None:
     assert subject.help() and not subject.help()
     subject.finish()
     assert (gate.by_caller, threads()) == (3, 0)
+
+
+def test_a_lent_thread_checks_them_and_stays() -> None:
+    array, gate = image(4 * CHUNK_BYTES), Gate()
+    with ThreadPoolExecutor(1, "rota-verify") as lent:
+        for bad in (None, 1):
+            digests = bytearray(chunk_digests(array, "sha256"))
+            if bad is not None:
+                digests[32 * bad] ^= 1
+            subject = ChunkVerifier(array, bytes(digests), gate, 1, lent)
+            gate.open.set()
+            with pytest.raises(StagingError) if bad is not None else nullcontext():
+                subject.advance(2 * CHUNK_BYTES)
+                subject.finish()
+            subject.close()
+            assert lent.submit(int).result() == 0
+            assert threads() == 1
+
+
+def test_nothing_looks_at_the_array_once_it_is_closed() -> None:
+    """A thread that outlives the verifier has let go of what was being checked, and asks for no
+    more of it."""
+    array, gate, seen = image(4 * CHUNK_BYTES), Gate(), []
+
+    def hashed(data: np.ndarray) -> bytes:
+        seen.append(data.nbytes)
+        return gate(data)
+
+    with ThreadPoolExecutor(1, "rota-verify") as lent:
+        lent.submit(gate.open.wait, 30)  # the thread is busy
+        subject = ChunkVerifier(array, bytes(4 * 32), hashed, 1, lent)
+        subject.advance(2 * CHUNK_BYTES)
+        subject.close()
+        gate.open.set()
+        assert lent.submit(int).result() == 0
+        assert not seen
