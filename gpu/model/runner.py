@@ -21,14 +21,11 @@ from ..device import Device
 from ..kernels.host import HostKernels
 from ..kernels.rope import BLOCK_TOKENS
 from ..lora.annex import Resident
-from ..lora.image import SlotImage
 from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
 from .contract import (
-    LogitsSink,
-    OpenSequences,
     RunnerInfo,
     named_failure,
     nothing_fed,
@@ -36,10 +33,10 @@ from .contract import (
 )
 from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache
-from .leftovers import Leftovers
 from .linears import BaseLinears
 from .options import RunnerOptions
-from .sampling import Choice, RowSampler, Sampler, SamplingParams
+from .runner_base import RunnerBase
+from .sampling import Choice, RowSampler, Sampler
 from .spill import HostCopies, SpillStore
 from .states import StateArena, snapshots_within
 
@@ -48,15 +45,8 @@ __all__ = ["RowInput", "RowOutput", "Runner", "RunnerInfo"]
 logger = logging.getLogger("rota.gpu.model.runner")
 
 
-class Runner:
-    """Use `Runner.load`.
-
-    Attributes:
-        info: what is served.
-        layout: of every slot, for those who stage (also when ``max_loras`` is 0).
-        base_rows: the base model's matrices for staging; may be read by any thread until `close`.
-        logits_sink: debug hook, see `LogitsSink`; ``None`` costs nothing.
-    """
+class Runner(RunnerBase[list[torch.Tensor]]):
+    """Use `Runner.load`."""
 
     def __init__(
         self,
@@ -67,16 +57,9 @@ class Runner:
         linears: BaseLinears,
         options: RunnerOptions,
     ) -> None:
-        self._device = device
-        self._closed = False
-        self._sequences = OpenSequences(config.vocab, config.eos_ids)
-        self._adapters: Adapters | None = None
+        super().__init__(device, config)
         self._kv: KvCache | None = None
-        self._spills: SpillStore[list[torch.Tensor]] | None = None
-        self._states: StateArena | None = None
         self._model: HostModel | None = None
-        self._leftovers = Leftovers()
-        self.logits_sink: LogitsSink | None = None
         dtype = kernels.dtype
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self.layout = options.layout(config, dtype)
@@ -167,26 +150,10 @@ class Runner:
             path, config, options.dtype, use_numba=use_numba, told=options.progress
         )
         linears = BaseLinears(path, kernels.dtype, config.to_lora_dims())
-        try:
-            runner = cls(device, config, weights, kernels, linears, options)
-        except BaseException:
-            linears.close()
-            raise
-        try:
-            runner.warm_up()
-        except BaseException:
-            runner._free()
-            raise
-        return runner
+        return cls._warmed(lambda: cls(device, config, weights, kernels, linears, options), linears)
 
     def warm_up(self) -> None:
-        """Run every kernel once, so that no request waits for a compiler.
-
-        Takes seconds the first time. Call it before the first step: it writes KV block 0.
-
-        Raises:
-            DeviceError: step-failed, runner-closed.
-        """
+        """Run every kernel once; see `RunnerBase.warm_up`."""
         model, adapters = self._alive(), self._adapters
         rows = [RowInput(0, -1, 0, (0,), (0,), True)]
         n = self._batch.fill(rows)
@@ -204,64 +171,7 @@ class Runner:
             self._states.drop(0)
         logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
 
-    # Sequences
-
-    def open_sequence(self, seq: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Make the sampler state of ``seq``.
-
-        Raises:
-            InternalError: sequence-open, too-many-sequences. RequestError: as `Sampler`.
-        """
-        self._alive()
-        self._sequences.open(seq, prompt, sampling)
-
-    def close_sequence(self, seq: int) -> None:
-        """Forget sampler, recurrent state and host copy of ``seq``. Idempotent."""
-        self._sequences.close(seq)
-        self.drop_state(seq)
-        if self._spills is not None:
-            self._spills.drop(seq)
-
-    def spill(self, seq: int, blocks: Sequence[int]) -> None:
-        """Copy ``blocks`` to host memory for ``seq``.
-
-        Raises:
-            DeviceError: runner-closed, step-failed. InternalError: as `SpillStore.spill`.
-        """
-        self._alive()
-        with named_failure():
-            self._store().spill(seq, blocks)
-
-    def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
-        """Copy spilled blocks of ``seq`` back.
-
-        Raises:
-            DeviceError: runner-closed, step-failed. InternalError: as `SpillStore.restore`.
-        """
-        self._alive()
-        with named_failure():
-            self._store().restore(seq, places)
-
-    def _store(self) -> SpillStore[list[torch.Tensor]]:
-        assert self._spills is not None
-        return self._spills
-
-    def drop_state(self, seq: int) -> None:
-        """Give up the recurrent state, if any, of a sequence that starts again. Idempotent."""
-        if self._states is not None:
-            self._states.drop(seq)
-
     # Slots
-
-    def commit(self, slot: int, image: SlotImage, extent: int | None = None) -> None:
-        """Fill ``slot`` between steps. ``extent``: the offset in the arena that an image's annex is
-        copied to, where images are copied. Raises DeviceError lora-off, and as `LoraPool.commit`.
-        """
-        self._slots().commit(slot, image, extent)
-
-    def retire(self, slot: int) -> None:
-        """Empty ``slot``. Raises DeviceError lora-off, bad-slot."""
-        self._slots().retire(slot)
 
     def relayout(
         self, max_loras: int, max_rank: int, residents: Sequence[Resident] = ()
@@ -278,16 +188,8 @@ class Runner:
         old = self._slots()
         needs = old.needs(residents, max_loras, max_rank)
         new = old.remade(max_loras, max_rank)
-        self._adapters, self.layout = new, new.pool.layout
-        self.info = self.info.with_pool(new.pool, max_rank)
-        self._leftovers.give_up(old)
+        self._exchange(new, max_rank)
         return new.pool.arena_bytes, needs
-
-    def _slots(self) -> Adapters:
-        self._alive()
-        if self._adapters is None:
-            raise DeviceError("this runner has no adapter slots", code="lora-off")
-        return self._adapters
 
     # Steps
 
@@ -355,14 +257,6 @@ class Runner:
         return self._sequences.choose(seqs, choose)
 
     # Life time
-
-    def close(self) -> None:
-        """Free everything and close the device. Idempotent."""
-        if not self._closed:
-            try:
-                self._free()
-            finally:
-                self._device.close()
 
     def _alive(self) -> HostModel:
         if self._closed or self._model is None:

@@ -33,11 +33,10 @@ from .adapters import Adapters
 from .base_rows import BaseMatrices
 from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
 from .config import ModelConfig, load_config
-from .contract import LogitsSink, OpenSequences, named_failure
-from .leftovers import Leftovers
+from .contract import named_failure
 from .linears import BaseLinears
 from .options import RunnerOptions
-from .sampling import SamplingParams
+from .runner_base import RunnerBase
 from .spill import SpillStore
 from .states import StateArena, snapshots_within
 from .torch_attention import AttentionSpec
@@ -53,8 +52,8 @@ from .weights import HybridWeights, Weights
 logger = logging.getLogger("rota.gpu.model.torch_runner")
 
 
-class TorchRunner:
-    """Use `TorchRunner.load`. Attributes as of `gpu.model.runner.Runner`.
+class TorchRunner(RunnerBase[list[int]]):
+    """Use `TorchRunner.load`.
 
     ``logits_sink`` is called after sampling here, with logits in host memory.
     """
@@ -71,19 +70,13 @@ class TorchRunner:
         *,
         graphs: bool,
     ) -> None:
-        self._device, self._space = device, space
-        self._closed = False
-        self._sequences = OpenSequences(config.vocab, config.eos_ids)
-        self._adapters: Adapters | None = None
+        super().__init__(device, config)
+        self._space = space
         self._groups: DeviceGroups | None = None
         self._kv: TorchKv | None = None
-        self._states: StateArena | None = None
         self._copies: PinnedCopies | None = None
-        self._spills: SpillStore[list[int]] | None = None
         self._steps: StepRunner | None = None
         self._flights: Flights | None = None
-        self._leftovers = Leftovers()
-        self.logits_sink: LogitsSink | None = None
         self.layout = options.layout(config, dtype)
         self.base_rows = BaseMatrices(weights.embed, weights.head_rows, linears)
         self._stream = device.create_stream(label="runner")
@@ -208,28 +201,15 @@ class TorchRunner:
         chosen = open_space(device) if space is None else space
         weights, served_in = read(path, config, options.dtype, chosen, options.progress)
         linears = BaseLinears(path, served_in, config.to_lora_dims())
-        try:
-            runner = cls(
+        return cls._warmed(
+            lambda: cls(
                 device, chosen, config, weights, served_in, linears, options, graphs=graphs
-            )
-        except BaseException:
-            linears.close()
-            raise
-        try:
-            runner.warm_up()
-        except BaseException:
-            runner._free()
-            raise
-        return runner
+            ),
+            linears,
+        )
 
     def warm_up(self) -> None:
-        """Run one decode step of each kind eagerly, so that no request waits for a compiler.
-
-        Call it before the first step: it writes KV block 0.
-
-        Raises:
-            DeviceError: step-failed, runner-closed.
-        """
+        """Run one decode step of each kind eagerly; see `RunnerBase.warm_up`."""
         steps = self._alive()
         begin = time.perf_counter()
         row = RowInput(0, -1, 0, (0,), (0,), True)
@@ -243,59 +223,23 @@ class TorchRunner:
         self._device.synchronize(self._stream)
         logger.info("kernels are ready after %.1f s", time.perf_counter() - begin)
 
-    # Sequences
-
-    def open_sequence(self, seq: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """See `Runner.open_sequence`."""
-        self._alive()
-        self._sequences.open(seq, prompt, sampling)
-
-    def close_sequence(self, seq: int) -> None:
-        """See `Runner.close_sequence`."""
-        self._sequences.close(seq)
-        self.drop_state(seq)
-        if self._spills is not None:
-            self._spills.drop(seq)
-
-    def drop_state(self, seq: int) -> None:
-        """See `Runner.drop_state`."""
-        if self._states is not None:
-            self._states.drop(seq)
-
-    def spill(self, seq: int, blocks: Sequence[int]) -> None:
-        """See `Runner.spill`; the blocks may be written by steps that come later."""
-        self._alive()
-        with self._copying() as store:
-            store.spill(seq, blocks)
-
-    def restore(self, seq: int, places: Sequence[tuple[int, int]]) -> None:
-        """See `Runner.restore`."""
-        self._alive()
-        with self._copying() as store:
-            store.restore(seq, places)
-
     @contextmanager
-    def _copying(self) -> Iterator[SpillStore[list[int]]]:
-        assert self._spills is not None
+    def _copying(self) -> Iterator[None]:
         with torch.inference_mode(), named_failure(), self._space.computing(self._stream):
-            yield self._spills
+            yield
 
     # Slots
 
     def commit(self, slot: int, image: SlotImage, extent: int | None = None) -> None:
-        """See `Runner.commit`."""
-        steps, adapters = self._alive(), self._slots()
-        adapters.commit(slot, image, extent)
+        """See `RunnerBase.commit`."""
+        steps = self._alive()
+        super().commit(slot, image, extent)
         steps.committed(slot, image)
 
     def land(self, image: SlotImage) -> bool:
         """Bring a staged image to the device before its commit; see `LoraPool.land`. Any thread."""
         adapters = self._adapters
         return adapters is not None and adapters.pool.land(image)
-
-    def retire(self, slot: int) -> None:
-        """See `Runner.retire`."""
-        self._slots().retire(slot)
 
     def relayout(
         self, max_loras: int, max_rank: int, residents: Sequence[Resident] = ()
@@ -312,17 +256,10 @@ class TorchRunner:
                 undo.callback(new.close)
                 steps.relayout(new)
                 undo.pop_all()
-        self._adapters, self._groups, self.layout = new, groups, new.pool.layout
-        self.info = self.info.with_pool(new.pool, max_rank)
-        self._leftovers.give_up(old)
+        self._groups = groups
+        self._exchange(new, max_rank)
         self._leftovers.give_up(old_groups)
         return new.pool.arena_bytes, needs
-
-    def _slots(self) -> Adapters:
-        self._alive()
-        if self._adapters is None:
-            raise DeviceError("this runner has no adapter slots", code="lora-off")
-        return self._adapters
 
     # Steps
 
@@ -345,14 +282,6 @@ class TorchRunner:
         return self._flights.begin(rows, self._adapters, self.logits_sink)
 
     # Life time
-
-    def close(self) -> None:
-        """Free everything and close the device. Idempotent."""
-        if not self._closed:
-            try:
-                self._free()
-            finally:
-                self._device.close()
 
     def _alive(self) -> StepRunner:
         if self._closed or self._steps is None:
