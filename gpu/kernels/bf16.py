@@ -57,6 +57,19 @@ try:
         vsub,
         vsum,
     )
+    from .lanes_tiles import (
+        has_tiles,
+        tile_config,
+        tile_release,
+        tile_step1,
+        tile_step4,
+        tile_step22,
+        tile_store1,
+        tile_store4,
+        tile_zero1,
+        tile_zero4,
+        why_no_tiles,
+    )
 
     AVAILABLE = True
 except ImportError:
@@ -73,6 +86,14 @@ except ImportError:
         """No kernel, no pairs."""
         return False
 
+    def why_no_tiles() -> str | None:
+        """No kernel, no tiles."""
+        return "numba is not installed"
+
+    def has_tiles() -> bool:
+        """No kernel, no tiles."""
+        return False
+
     def __getattr__(name: str) -> None:
         """Stand in for the operations a kernel file imports by name."""
         if name.startswith("__"):
@@ -82,6 +103,7 @@ except ImportError:
 __all__ = [
     "AVAILABLE",
     "has_dot",
+    "has_tiles",
     "inlined",
     "kernel",
     "ld",
@@ -91,6 +113,15 @@ __all__ = [
     "st",
     "st_i32",
     "st_i64",
+    "tile_config",
+    "tile_release",
+    "tile_step1",
+    "tile_step4",
+    "tile_step22",
+    "tile_store1",
+    "tile_store4",
+    "tile_zero1",
+    "tile_zero4",
     "vadd",
     "vdiv",
     "vdot",
@@ -121,5 +152,6 @@ __all__ = [
     "vsub",
     "vsum",
     "vsums",
+    "why_no_tiles",
     "width",
 ]

@@ -27,7 +27,8 @@ from . import (
 )
 from .affine import AffineGroup, AffineSlice
 from .bgmv import LoraGroup, LoraSlice
-from .linear import LinearPacker, PackedLinear
+from .linear import Linear, LinearPacker
+from .linear_tiles import TilePacker
 from .lookup import LookupGroup
 from .memory import Scratch
 
@@ -43,12 +44,21 @@ class HostKernels:
             line.
         use_dot: multiply bf16 adapters pair by pair where the processor can (`bf16.has_dot`). The
             results of the two ways differ in their last bits, so one engine keeps to one.
+        use_tiles: run bf16 linears on matrix tiles where the processor has them (`bf16.has_tiles`)
+            and torch keeps to one thread; with more, the library shares a linear out among them.
 
     Raises:
         DeviceError: "unsupported-dtype".
     """
 
-    def __init__(self, dtype: torch.dtype, *, use_numba: bool = True, use_dot: bool = True) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        use_numba: bool = True,
+        use_dot: bool = True,
+        use_tiles: bool = True,
+    ) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise DeviceError(
                 "the host kernels do not know this element type",
@@ -63,10 +73,21 @@ class HostKernels:
         self.uses_dot = use_dot and self.uses_numba and dtype == torch.bfloat16 and bf16.has_dot()
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
         self._scratch = Scratch()
-        self._packer = LinearPacker(dtype)
+        self.uses_tiles = use_tiles and self._may_use_tiles()
+        self._packer = LinearPacker(dtype, TilePacker(self._scratch) if self.uses_tiles else None)
         self._places: list[tuple[int, int]] = []
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def _may_use_tiles(self) -> bool:
+        if not self.uses_numba or self.dtype != torch.bfloat16:
+            return False
+        why = bf16.why_no_tiles()
+        if why is None and torch.get_num_threads() > 1:
+            why = f"torch has {torch.get_num_threads()} threads"
+        if why is not None:
+            logger.info("linears are the library's: %s", why)
+        return why is None
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Pack a linear layer; see `LinearPacker.pack`."""
         made = self._packer.pack(weight, bias)
         self._places.append(made.place)
@@ -77,7 +98,7 @@ class HostKernels:
         hugepages.settle(self._places)
         self._places.clear()
 
-    def experts(self, weights: Iterator[torch.Tensor], count: int) -> tuple[PackedLinear, ...]:
+    def experts(self, weights: Iterator[torch.Tensor], count: int) -> tuple[Linear, ...]:
         """Pack linear layers one by one."""
         return tuple(self.linear(weight) for weight in weights)
 

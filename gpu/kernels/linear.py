@@ -1,10 +1,11 @@
 """Row-invariant linear layers on the host: weights packed once, rows cut with care.
 
-A BLAS may pick another blocking, hence another order of additions, for another number of rows.
-`LinearPacker` probes each shape once and keeps the fastest way of calling the library for which
-every probed row came out bit-identical in every probed batch: whole chunks of up to 256 rows where
-that holds, smaller ones, padded fixed-size tiles, and at the end single rows, which are invariant
-by construction.
+Where there are matrix tiles, bf16 weights go to the package's own kernel (`linear_tiles`), all
+others to the library. There a BLAS may pick another blocking, hence another order of additions, for
+another number of rows. `LinearPacker` probes each shape once and keeps the fastest way of calling
+the library for which every probed row came out bit-identical in every probed batch: whole chunks of
+up to 256 rows where that holds, smaller ones, padded ones of a fixed size, and at the end single
+rows, which are invariant by construction.
 
 Owns the packed weights. Invariant: `linear(x)[i]` depends on x[i] alone.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import DeviceError
+from .linear_tiles import TileLinear, TilePacker
 
 logger = logging.getLogger("rota.gpu.kernels.linear")
 
@@ -30,7 +32,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """How rows are given to the library: `packed` oneDNN weights or `F.linear`, and chunk bounds.
+    """How rows are given to the library: oneDNN's `packed` weights or `F.linear`, and chunk bounds.
 
     A chunk has at most `max_rows` rows; one with fewer than `min_rows` is padded with zero rows.
     """
@@ -87,6 +89,9 @@ class PackedLinear:
                 part = padded
             out[start : start + count] = self._operation(part)[:count]
         return out
+
+
+Linear = PackedLinear | TileLinear
 
 
 def check_row_invariance(
@@ -148,13 +153,18 @@ def cancelling_probe(
 
 
 class LinearPacker:
-    """Packs weights of one dtype; remembers the plan of each shape, with and without bias."""
+    """Packs weights of one dtype; remembers the plan of each shape, with and without bias.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        tiles: takes the bf16 weights that fit it; the library gets the others.
+    """
+
+    def __init__(self, dtype: torch.dtype, tiles: TilePacker | None = None) -> None:
         self.dtype = dtype
+        self._tiles = tiles
         self._plans: dict[tuple[int, int, bool], RowPlan] = {}
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Pack `weight`; the caller may drop it afterwards unless the plan is not `packed`.
 
         Args:
@@ -172,6 +182,9 @@ class LinearPacker:
                 found=f"{list(weight.shape)} of {weight.dtype}",
             )
         n_out, k_in = weight.shape
+        if self._tiles is not None and self._tiles.fits(n_out, k_in):
+            logger.debug("linear %dx%d: on tiles", n_out, k_in)
+            return self._tiles.pack(weight, bias)
         shape = (n_out, k_in, bias is not None)
         plan = self._plans.get(shape)
         if plan is not None:
@@ -236,6 +249,7 @@ def _packed_operation(
     # The hint is the number of rows oneDNN lays the weight out for; these two were found invariant.
     hint = 1 if weight.dtype == torch.bfloat16 else 16
     packed = ops._reorder_linear_weight(weight.contiguous(), hint)
+    bias = None if bias is None else bias.contiguous()  # the library reads it so, whatever it is
     pointwise = ops._linear_pointwise
 
     def operation(x: torch.Tensor) -> torch.Tensor:
