@@ -8,8 +8,9 @@ side changes nothing in that.
 
 Weights come from beyond the caches in every step, and one run of addresses does not keep the memory
 busy. Up to sixteen rows, four panels a quarter of the weights apart go side by side, and x is taken
-as it lies. With more rows, two panels half the weights apart stay near while all rows of a chunk
-pass, and each pass asks for its share of the next two.
+as it lies. With more rows, two panels stay near while all rows of a chunk pass 32 at a time, and
+each pass asks for its share of the next two. They are half the weights apart; where rows are so
+many that reading weights is not what takes the time, neighbours, so that whole lines are written.
 """
 
 # mypy: allow-untyped-defs
@@ -47,6 +48,8 @@ ROWS = 16
 DEPTH = 32
 """Products a step adds."""
 FEW_ROWS = 16
+FEW_PASSES = 2
+"""Passes of 32 rows up to which reading weights takes most of the time."""
 MOST_CHUNK_ROWS = 256
 LEAST_CHUNK_ROWS = 64
 CHUNK_BYTES = 1 << 20
@@ -153,18 +156,20 @@ def _many(w, k, n_out, bias, x, out, os, rows, sums):
     """A chunk of rows, x as tiles."""
     panel = 2 * ROWS * k
     half = n_out // (2 * ROWS)
-    apart, far = half * panel, 2 * ROWS * half
+    apart, far, advance = half * panel, 2 * ROWS * half, 1
     blocks = (rows + ROWS - 1) // ROWS
     passes = (blocks + 1) // 2
+    if passes > FEW_PASSES:
+        apart, far, advance = panel, 2 * ROWS, 2
     share = 64 * ((16 + passes - 1) // passes)
     for p in range(half):
-        at = w + p * panel
-        ask = at + (AHEAD if passes == 1 else panel)
-        bias0 = bias + 2 * ROWS * p if bias else 0
+        at = w + advance * p * panel
+        ask = at + (AHEAD if passes == 1 else advance * panel)
+        bias0 = bias + 2 * ROWS * advance * p if bias else 0
         bias1 = bias0 + far if bias else 0
         for block in range(0, blocks, 2):
             here = x + block * panel
-            to = out + 2 * ROWS * (p + block * os)
+            to = out + 2 * ROWS * (advance * p + block * os)
             count = min(ROWS, rows - ROWS * block)
             if block + 1 == blocks:
                 _one(at, k, bias0, here, 64, 32, to, os, count, sums)
@@ -185,12 +190,23 @@ def _many(w, k, n_out, bias, x, out, os, rows, sums):
             _emit(sums + 2048, count, to, os, bias0)
             _emit(sums + 3072, count, to + far, os, bias1)
     if 2 * ROWS * half < n_out:
-        last = 2 * far
+        last = 4 * ROWS * half
         for block in range(blocks):
             count = min(ROWS, rows - ROWS * block)
             to = out + last + 2 * ROWS * block * os
             here = x + block * panel
-            _one(w + 2 * apart, k, bias + last if bias else 0, here, 64, 32, to, os, count, sums)
+            _one(
+                w + 2 * half * panel,
+                k,
+                bias + last if bias else 0,
+                here,
+                64,
+                32,
+                to,
+                os,
+                count,
+                sums,
+            )
 
 
 @kernel

@@ -68,6 +68,11 @@ def test_the_grid_runs_on_the_host_kernels() -> None:
     assert "us of torch" in out and "did not fit the 0 s budget" in out
 
 
+def test_linears_are_timed_both_ways() -> None:
+    out = run(str(BENCH / "linears_cpu.py"), "--layers", "1")
+    assert out.count("ms of the library") == 6
+
+
 def test_memory_bound_cells_are_counted_by_the_time_a_copy_takes(
     grid: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
