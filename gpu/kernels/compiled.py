@@ -23,6 +23,7 @@ import msgspec
 import numba
 from numba.core.environment import Environment
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 
 from ..codecache import CodeCache, default_folder
 
@@ -96,6 +97,10 @@ class Compiled:
             stored = msgspec.msgpack.decode(body, type=_Stored)
             context: Any = cpu_target.target_context
             codegen = context.codegen()
+            if b"NRT_" in stored.code:
+                # Code that may raise frees the exception's parts; compiling would have made those
+                # functions known, linking leaves calls to nowhere.
+                rtsys.initialize(context)
             library = codegen.unserialize_library(
                 (stored.library, "object", (stored.code, stored.bitcode))
             )

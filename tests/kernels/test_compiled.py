@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,32 @@ def test_the_second_start_does_not_compile(tmp_path: Path) -> None:
     second = kernel(store)
     assert second(0, 0, 5, 2.0) == 5 and second(0.0, 0, 5, 1e9) == -1
     assert not second.device.overloads, "linked from kept code"
+
+
+MAY_RAISE = """
+import sys
+from pathlib import Path
+from rota.gpu.codecache import CodeCache
+from rota.gpu.kernels.compiled import Compiled
+def steps(tag, count, step):
+    total = 0
+    for i in range(0, count, step):
+        total += i
+    return total
+kernel = Compiled(steps, CodeCache(Path(sys.argv[1])))
+assert kernel(0, 10, 3) == 18
+try:
+    kernel(0, 10, 0)
+except ValueError:
+    print(len(kernel.device.overloads))
+"""
+
+
+def test_kept_code_that_may_raise_runs_in_a_process_that_compiled_nothing(tmp_path: Path) -> None:
+    for compiled in (1, 0):
+        command = [sys.executable, "-P", "-c", MAY_RAISE, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"{compiled}\n"), done.stderr
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "other"])
