@@ -104,6 +104,7 @@ class AffineGroup:
     """Up to three pairs' vectors over one fused output, applied to all rows of a step in one call.
 
     Holds addresses only; the tables must outlive it. Contents of tables may change between calls.
+    ``address`` is what kernels know the group by.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class AffineGroup:
         for part in slices:
             fields += [part.table, part.add_after, part.n_out, part.column]
         self._fields = torch.tensor(fields, dtype=torch.int64)
-        self._address = self._fields.data_ptr()
+        self.address = self._fields.data_ptr()
 
     def apply(self, out_addr: int, out_stride: int, row_slot_addr: int, n_rows: int) -> None:
         """out = mul * out + add for every row whose slot has vectors.
@@ -156,7 +157,7 @@ class AffineGroup:
             )
             return
         bad: int = affine_kernel(
-            self._tag, self._address, out_addr, out_stride, row_slot_addr, n_rows
+            self._tag, self.address, out_addr, out_stride, row_slot_addr, n_rows
         )
         if bad >= 0:
             slot = int(view_at(row_slot_addr, (n_rows,), torch.int32)[bad])

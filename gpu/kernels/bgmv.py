@@ -99,18 +99,21 @@ class LoraGroup:
     With a scratch a numba kernel serves, without one the torch reference; with `dot` the one that
     multiplies pairs of bf16, which the processor must know (`bf16.has_dot`).
 
+    ``address`` is what kernels know the group by; ``dot`` tells that such a kernel serves it.
+
     A step calls some hundred groups, and what each call touches has left the caches since the step
     before: hence slots, and no calls on the way to the kernel.
     """
 
     __slots__ = (
-        "_address",
         "_entry",
         "_fields",
         "_kernel",
         "_need",
         "_scratch",
         "_tag",
+        "address",
+        "dot",
         "dtype",
         "k_in",
         "max_loras",
@@ -152,7 +155,8 @@ class LoraGroup:
         self._tag: int | float = 0 if dtype == torch.bfloat16 else 0.0
         self._kernel: Any = bgmv_kernel.lora_delta_kernel
         self._need = bgmv_kernel.scratch_bytes(k_in, rank, 0)
-        if dot and dtype == torch.bfloat16:
+        self.dot = dot and dtype == torch.bfloat16
+        if self.dot:
             self._kernel = bgmv_dot.lora_dot_kernel
             self._need = bgmv_dot.scratch_bytes(k_in, rank, 0)
         self._entry: Any = None
@@ -160,7 +164,11 @@ class LoraGroup:
         for part in slices:
             fields += [part.a_table, part.b_table, part.scales, part.n_out, part.column]
         self._fields = torch.tensor(fields, dtype=torch.int64)
-        self._address = self._fields.data_ptr()
+        self.address = self._fields.data_ptr()
+
+    def scratch_bytes(self, n_rows: int) -> int:
+        """Bytes of scratch a call for so many rows needs."""
+        return self._need + bgmv_kernel.ROW_BYTES * n_rows
 
     def apply(
         self,
@@ -187,12 +195,12 @@ class LoraGroup:
         """
         scratch = self._scratch
         if scratch is not None:
-            need = self._need + bgmv_kernel.ROW_BYTES * n_rows
+            need = self.scratch_bytes(n_rows)
             if need > scratch.size:
                 scratch.at_least(need)
             bad: int = (self._entry or self._start)(
                 self._tag,
-                self._address,
+                self.address,
                 scratch.address,
                 x_addr,
                 x_stride,

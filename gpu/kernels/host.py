@@ -87,6 +87,11 @@ class HostKernels:
             logger.info("linears are the library's: %s", why)
         return why is None
 
+    @property
+    def scratch(self) -> Scratch:
+        """Memory for one kernel call at a time, of any of these kernels."""
+        return self._scratch
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Pack a linear layer; see `LinearPacker.pack`."""
         made = self._packer.pack(weight, bias)

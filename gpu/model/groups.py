@@ -63,7 +63,7 @@ class DeltaThenAffine:
     """A group's delta and then its vectors: y = mul * (y + delta) + add."""
 
     def __init__(self, lora: Delta, affine: Affine) -> None:
-        self._lora, self._affine = lora, affine
+        self.lora, self.affine = lora, affine
 
     def apply(
         self,
@@ -75,8 +75,8 @@ class DeltaThenAffine:
         n_rows: int,
     ) -> None:
         """See `LoraGroup.apply`."""
-        self._lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
-        self._affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
+        self.lora.apply(x_addr, x_stride, out_addr, out_stride, row_slot_addr, n_rows)
+        self.affine.apply(out_addr, out_stride, row_slot_addr, n_rows)
 
 
 class LateVectors:

@@ -18,6 +18,7 @@ import torch
 from ..kernels.host import HostKernels
 from .adapters import LayerPlan
 from .batch import StepBatch
+from .compiled_layers import StepBuffers, compiled_layers
 from .config import ModelConfig
 from .final import final_states
 from .kv import KvCache
@@ -69,6 +70,10 @@ class LlamaModel:
         self._attended = torch.zeros((size, config.q_out), dtype=dtype)
         self._acted = torch.zeros((size, config.intermediate), dtype=dtype)
         self._views: dict[int, _Views] = {}
+        buffers = StepBuffers(
+            self._hidden, self._normed, self._attended, self._acted, self._cos, self._sin
+        )
+        self._compiled = compiled_layers(config, weights, kernels, kv, batch, buffers)
 
     def _cut(self, n: int) -> _Views:
         found = self._views.get(n)
@@ -109,6 +114,9 @@ class LlamaModel:
             The residual stream before the last addition, and that addition; both ``[n, hidden]``.
         """
         config, kernels, views = self._config, self._kernels, self._cut(n)
+        compiled = self._compiled
+        if compiled is not None and compiled.run(n, plan, row_slots):
+            return views.hidden, compiled.delta[:n]
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         hidden, q_out, qkv_out = config.hidden, config.q_out, config.qkv_out
         inter, eps, scale = config.intermediate, config.rms_eps, config.head_dim**-0.5
