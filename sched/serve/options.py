@@ -81,7 +81,7 @@ HELP: dict[str, str] = {
     "share_port": "whether several frontends may listen on this port (true or false)",
     "ipc": "also serve frontends here: unix:PATH, or HOST:PORT with --ipc-token",
     "ipc_token": "secret of frontends; better in the file than on the command line",
-    "threads": "CPU threads of the base model",
+    "threads": "CPU threads of the base model; with 1, bf16 uses matrix tiles where there are any",
     "keep_alive_s": "seconds an idle HTTP connection is kept",
     "header_timeout_s": "seconds a request's headers may take to arrive",
     "max_header_bytes": "bytes of one request's headers",
