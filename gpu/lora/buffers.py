@@ -127,12 +127,32 @@ class Buffers:
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Uninitialised uint8 ``[nbytes]``; on what waited, where an eighth more at most is there.
-        Raises MemoryError."""
+        Raises MemoryError, when there is too little even without what waits."""
         with self._lock:
             found = self._fitting(nbytes)
         self._sort()
-        mapping = _Mapping(nbytes) if found is None else found
+        mapping = self._fresh(nbytes) if found is None else found
         return np.asarray(_Use(mapping, nbytes, self._give_back))
+
+    def _fresh(self, nbytes: int) -> _Mapping:
+        try:
+            return _Mapping(nbytes)
+        except MemoryError:
+            if not self._give_all_up():
+                raise
+        return _Mapping(nbytes)
+
+    def _give_all_up(self) -> bool:
+        """Unmap all that waits, while the caller does; False if there was nothing."""
+        with self._lock:
+            mappings = [*self._kept, *self._over]
+            self._kept.clear()
+            self._over.clear()
+            self._kept_bytes = 0
+        self._sort()
+        for mapping in mappings:
+            self._unmap(mapping)
+        return bool(mappings)
 
     @property
     def waiting(self) -> Waiting:

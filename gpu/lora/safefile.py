@@ -149,11 +149,12 @@ def parse_header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[
 
 def _strings(header: dict[str, Any]) -> int:
     """How many strings a header with these keys has, if it is well formed: of an entry its key,
-    those of its three fields, and the dtype."""
-    metadata = header.get("__metadata__")
-    if isinstance(metadata, dict):
-        return 5 * len(header) - 4 + 2 * len(metadata)
-    return 5 * len(header)
+    those of its three fields, and the dtype; of the metadata, which may be null, its key and its
+    own."""
+    if "__metadata__" not in header:
+        return 5 * len(header)
+    metadata = header["__metadata__"]
+    return 5 * len(header) - 4 + (2 * len(metadata) if isinstance(metadata, dict) else 0)
 
 
 def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> list[Tensor]:

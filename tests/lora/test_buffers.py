@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from rota.gpu.host_memory import HUGE_PAGE
+from rota.gpu.lora import buffers as buffers_module
 from rota.gpu.lora.buffers import LARGE, MAPPED, PAGE, Buffers, Waiting, blank
 
 SIZES = [1, PAGE, PAGE + 1, MAPPED - 1, MAPPED, LARGE - 1, LARGE, LARGE + HUGE_PAGE - 1]
@@ -146,3 +148,24 @@ def test_many_threads_share_them() -> None:
 def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(MemoryError, match="host memory"):
         blank(1 << 60)
+
+
+def test_what_waits_makes_room_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a limit of address space: what is kept for later must not refuse anybody now."""
+    buffers = Buffers()
+    held = [buffers.take(size) for size in (LARGE, 2 * LARGE)]
+    held.clear()
+    made, refusals = buffers_module.mmap.mmap, []
+
+    def short(handle: int, size: int, **flags: int) -> Any:
+        if buffers.waiting.nbytes:
+            refusals.append(size)
+            raise OSError(errno.ENOMEM, "no memory")
+        return made(handle, size, **flags)
+
+    monkeypatch.setattr(buffers_module.mmap, "mmap", short)
+    taken = buffers.take(4 * LARGE)
+    assert taken.nbytes == 4 * LARGE and len(refusals) == 1
+    assert buffers.waiting == Waiting(0, 0)
+    del taken
+    assert buffers.waiting == Waiting(4 * LARGE, 1)
