@@ -105,6 +105,12 @@ class HybridModel:
         assert delta is not None  # a config has at least one layer
         return h, delta
 
+    def warm_up(
+        self, n: int, plan: tuple[LayerPlan, ...] | None, row_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run `layers` every way it may go; returns as it."""
+        return self.layers(n, plan, row_slots)
+
     def _attend(
         self,
         layer: int,

@@ -113,10 +113,22 @@ class LlamaModel:
         Returns:
             The residual stream before the last addition, and that addition; both ``[n, hidden]``.
         """
-        config, kernels, views = self._config, self._kernels, self._cut(n)
         compiled = self._compiled
         if compiled is not None and compiled.run(n, plan, row_slots):
-            return views.hidden, compiled.delta[:n]
+            return self._cut(n).hidden, compiled.delta[:n]
+        return self._layer_by_layer(n, plan, row_slots)
+
+    def warm_up(
+        self, n: int, plan: tuple[LayerPlan, ...] | None, row_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run `layers` every way it may go; returns as it."""
+        self.layers(n, plan, row_slots)
+        return self._layer_by_layer(n, plan, row_slots)
+
+    def _layer_by_layer(
+        self, n: int, plan: tuple[LayerPlan, ...] | None, row_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config, kernels, views = self._config, self._kernels, self._cut(n)
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         hidden, q_out, qkv_out = config.hidden, config.q_out, config.qkv_out
         inter, eps, scale = config.intermediate, config.rms_eps, config.head_dim**-0.5

@@ -162,10 +162,10 @@ class Runner(RunnerBase[list[torch.Tensor]]):
             self._states.begin(rows)
         with torch.inference_mode(), named_failure():
             model.embed(n)
-            if adapters is None:
-                h, delta = model.layers(n, None, 0)
-            else:
-                h, delta = model.layers(n, adapters.every_group(), adapters.set_rows([-1]))
+            plan, row_slots = None, 0
+            if adapters is not None:
+                plan, row_slots = adapters.every_group(), adapters.set_rows([-1])
+            h, delta = model.warm_up(n, plan, row_slots)
             model.head(h, delta, [0])
         if self._states is not None:
             self._states.drop(0)

@@ -11,7 +11,18 @@ from safetensors.torch import save_file
 
 from rota.errors import InternalError
 from rota.gpu.host import HostDevice
-from rota.gpu.kernels import bf16
+from rota.gpu.kernels import (
+    act,
+    affine,
+    attention_kernel,
+    bf16,
+    bgmv_dot,
+    layers_kernel,
+    linear_tiles_kernel,
+    norm,
+    rope,
+)
+from rota.gpu.kernels.compiled import Compiled
 from rota.gpu.kernels.linear_tiles import TileLinear
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
@@ -34,6 +45,16 @@ SIZES = {
     "vocab_size": 128,
     "tie_word_embeddings": True,
 }
+KERNELS = (
+    act.silu_mul_kernel,
+    affine.affine_kernel,
+    attention_kernel.paged_attention_kernel,
+    bgmv_dot.lora_dot_kernel,
+    layers_kernel.layers_kernel,
+    linear_tiles_kernel.tile_linear_kernel,
+    norm.rms_norm_kernel,
+    rope.rope_and_cache_kernel,
+)
 BLOCKS = 8
 PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
 OTHER = [8, 36, 28, 108, 9]
@@ -220,6 +241,22 @@ def test_more_rows_go_layer_by_layer(pair, linears):
     rows = [(BLOCKS + i, i % 4 - 1, 0, [11 + i]) for i in range(MAX_ROWS + 1)]
     assert torch.equal(compiled.step(*rows), layered.step(*rows))
     assert len(linears) == 2 * (1 + 4 * SIZES["num_hidden_layers"])
+
+
+def test_no_step_of_either_way_compiles_anything(pair, tmp_path, monkeypatch):
+    """Steps go layer by layer sooner or later: those kernels are ready from the start as well."""
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "_entries", {})
+    adapter = random_adapter(tmp_path / "dora", pair[0].folder, 3, rank=4, modules=ALL, dora=True)
+    served = Served(pair[0].folder, [adapter])
+
+    def late(self, arguments):
+        raise AssertionError(f"{self.__name__} was compiled in a step")
+
+    monkeypatch.setattr(Compiled, "_load", late)
+    for count in (1, MAX_ROWS, MAX_ROWS + 1):
+        served.step(*((BLOCKS + i, i % 2 - 1, 0, [11 + i]) for i in range(count)))
+    served.runner.close()
 
 
 def test_a_group_it_does_not_know_goes_layer_by_layer(pair, linears, monkeypatch):
