@@ -19,6 +19,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -160,6 +161,11 @@ class Buffers:
         with self._lock:
             return Waiting(self._kept_bytes, len(self._kept))
 
+    def forked(self) -> None:
+        """In a child process: whatever thread had the lock, or unmapped, is not there."""
+        self._lock, self._unmapping = threading.Lock(), False
+        self._kept_bytes = sum(mapping.nbytes for mapping in self._kept)
+
     def _fitting(self, nbytes: int) -> _Mapping | None:
         """The one used last that fits, no longer waiting (under the lock)."""
         size, _ = _rounded(nbytes)
@@ -214,6 +220,8 @@ class Buffers:
 
 
 _BUFFERS: Final = Buffers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_BUFFERS.forked)
 
 
 def blank(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -169,3 +169,25 @@ def test_what_waits_makes_room_where_memory_is_short(monkeypatch: pytest.MonkeyP
     assert buffers.waiting == Waiting(0, 0)
     del taken
     assert buffers.waiting == Waiting(4 * LARGE, 1)
+
+
+def test_a_forked_child_unmaps_for_itself() -> None:
+    """The thread that did so, and the one that had the lock, stay behind in the parent."""
+    begun, go, done = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def unmap(mapping: Any) -> None:
+        if not begun.is_set():  # the parent's thread, at it when the child is made
+            begun.set()
+            assert go.wait(30)
+        mapping.pages.close()
+        done.release()
+
+    buffers = Buffers(keep_bytes=0, unmap=unmap)
+    buffers.take(MAPPED)
+    assert begun.wait(30) and buffers._lock.acquire(timeout=30)
+    buffers.forked()
+    assert not buffers._lock.locked()
+    buffers.take(MAPPED)
+    assert done.acquire(timeout=30)
+    go.set()
+    assert done.acquire(timeout=30)
