@@ -56,6 +56,9 @@ HEAD_BYTES: Final = 1 << 18
 """Of a file that is offered to a sink: a header of some 2,000 tensors."""
 PIECE_BYTES: Final = 1 << 19
 """Of a file that passes a sink, read at a time."""
+READ_BYTES: Final = 1 << 20
+"""Asked of the system at a time: while a call lasts, one that preempts nobody inside it lets no
+other thread have the core, an event loop's for instance."""
 
 
 def belongs(name: str) -> bool:
@@ -261,7 +264,7 @@ class _Reader:
         return buffer
 
     def _some(self, handle: int, name: str, room: memoryview) -> int:
-        count = os.readv(handle, [room])
+        count = os.readv(handle, [room[:READ_BYTES]])
         if count == 0:
             raise _changed(name)
         return count
