@@ -26,6 +26,8 @@ PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes per element of every dtype an adapter may be stored in."""
 MAX_DIMS = 8
+MAX_EXTENT = (1 << 63) - 1
+"""Of a dimension or an offset: what is larger cannot be, and may have too many digits to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +227,11 @@ def _entry(key: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
         raise _bad("too many dimensions, or not two offsets", key)
     size = item
     for extent in shape:
-        if type(extent) is not int or extent < 0:
+        if type(extent) is not int or not 0 <= extent <= MAX_EXTENT:
             raise _bad("a shape entry is not a non-negative integer", key, found=repr(extent)[:40])
         size *= extent
     begin, end = offsets
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_EXTENT:
         raise _bad("offsets are not 0 <= begin <= end", key, found=repr(offsets)[:80])
     if end - begin != size:
         raise _bad("shape times dtype is not the length", key, expected=size, found=end - begin)
