@@ -7,8 +7,14 @@ Nothing in rota, and nothing outside it, should match error text: read ``code``,
 from __future__ import annotations
 
 
+def _sayable(text: str) -> str:
+    """``text`` as UTF-8 can carry it: files and file names hold lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class RotaError(Exception):
-    """Base of every error rota raises on purpose.
+    """Base of every error rota raises on purpose. All of its text can be encoded, whatever it
+    names.
 
     Attributes:
         code: stable machine-readable code, e.g. ``"unknown-adapter"``.
@@ -31,10 +37,10 @@ class RotaError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         self.code = code if code is not None else self.default_code
-        self.message = message
-        self.subject = subject
-        self.expected = None if expected is None else str(expected)
-        self.found = None if found is None else str(found)
+        self.message = _sayable(message)
+        self.subject = None if subject is None else _sayable(subject)
+        self.expected = None if expected is None else _sayable(str(expected))
+        self.found = None if found is None else _sayable(str(found))
         self.retry_after_s = retry_after_s
         super().__init__(self._text())
 
