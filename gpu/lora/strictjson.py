@@ -1,4 +1,4 @@
-"""JSON read strictly: bounded, one value per key, UTF-8, no NaN literals, bounded nesting.
+"""JSON read strictly: bounded, one value per key, Unicode, no NaN literals, bounded nesting.
 
 What it owns: nothing. Both the adapter config and safetensors headers come through here, so that a
 file two readers could understand differently is refused rather than interpreted.
@@ -64,8 +64,12 @@ def loads_object(
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        if b"\\u" in raw:  # an escape may be half of a pair: one reader keeps it, another does not
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise RejectError(f"not UTF-8 at byte {error.start}", code=code, subject=subject) from None
+    except UnicodeEncodeError:
+        raise RejectError("half of a surrogate pair", code=code, subject=subject) from None
     except RecursionError:
         raise RejectError("nested too deeply", code=code, subject=subject) from None
     except ValueError as error:

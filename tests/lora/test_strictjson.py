@@ -56,6 +56,20 @@ def test_a_key_twice_is_found_at_any_depth(raw: bytes) -> None:
     assert outcome(raw, strings=strings)[0] == "duplicate-json-key"
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [rb'{"\ud800":1}', rb'{"x":"\uDFFF"}', rb'{"x":[{"y":"\ude00\ud83d"}]}'],
+)
+def test_half_of_a_surrogate_pair_is_not_text(raw: bytes) -> None:
+    """What is accepted is told to others, in UTF-8."""
+    assert outcome(raw)[:2] == ("bad-safetensors", "half of a surrogate pair")
+    assert outcome(raw, constants=True) == outcome(raw, strings=strings) == outcome(raw)
+
+
+def test_a_whole_pair_is_text() -> None:
+    assert outcome(rb'{"\ud83d\ude00":"\u00e9"}') == {"\U0001f600": "\u00e9"}
+
+
 @settings(max_examples=500, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 2), st.binary(max_size=2)), max_size=3),
