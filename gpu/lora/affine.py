@@ -177,20 +177,22 @@ def _vectors(
     magnitude, lora_bias, bias = found.get("magnitude"), found.get("lora_bias"), found.get("bias")
     if magnitude is not None and pair is not None and base is not None:
         kinds.append("dora")
-        norms = row_norms(pair, layout, base)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            norms = row_norms(pair, layout, base)
             mul = to_f32(file_array(magnitude)) / norms
-        if not np.isfinite(mul).all():
+        finite = np.isfinite(norms) & np.isfinite(mul)  # what is too large makes 0 of the factor
+        if not finite.all():
             raise RejectError(
                 "a row of the merged weight is zero or too large to scale",
                 code="non-finite",
                 subject=magnitude.key,
                 expected="finite magnitude / norm",
-                found=int(np.flatnonzero(~np.isfinite(mul))[0]),
+                found=int(np.flatnonzero(~finite)[0]),
             )
     if lora_bias is not None and pair is not None:
         kinds.append("lora_bias")
-        add += np.float32(pair.scale) * to_f32(file_array(lora_bias))
+        with np.errstate(over="ignore"):
+            add += np.float32(pair.scale) * to_f32(file_array(lora_bias))
     reckon = base is not None and (magnitude is not None or config.bias != "none")
     old = base.bias(place.layer, place.module) if reckon and base is not None else None
     trained = config.bias == "all" or (config.bias == "lora_only" and pair is not None)
@@ -203,13 +205,22 @@ def _vectors(
             found="none" if bias is None else list(bias.shape),
         )
     if old is not None:
-        if bias is not None:
-            kinds.append("bias")
-            add += to_f32(file_array(bias)) - mul * old
-        else:
-            add += old - mul * old
+        with np.errstate(invalid="ignore", over="ignore"):
+            if bias is not None:
+                kinds.append("bias")
+                add += to_f32(file_array(bias)) - mul * old
+            else:
+                add += old - mul * old
     if not kinds:
         return None
+    if not np.isfinite(add).all():
+        raise RejectError(
+            "an offset of an output is too large",
+            code="non-finite",
+            subject=next(t.key for t in (lora_bias, bias, magnitude) if t is not None),
+            expected="finite offsets",
+            found=int(np.flatnonzero(~np.isfinite(add))[0]),
+        )
     return Vectors(index, mul, add, tuple(kinds))
 
 

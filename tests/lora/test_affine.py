@@ -199,6 +199,24 @@ def test_a_row_that_cannot_be_scaled(kit: Any) -> None:
     assert (error.code, error.subject, error.found) == ("non-finite", MAGNITUDE, "3")
 
 
+def test_a_merged_row_that_is_too_large_is_refused(kit: Any) -> None:
+    """Its norm is infinite, and what is divided by that is 0, which looks right."""
+    a, b = values(kit.tensor((2, 8))).copy(), values(kit.tensor((12, 2), seed=1)).copy()
+    a[:], b[3] = 1e15, 1e25
+    tensors = kit.pair() | {MAGNITUDE: kit.tensor((12,), seed=9)}
+    tensors |= {kit.key(0, "q_proj", "A"): kit.entry(a), kit.key(0, "q_proj", "B"): kit.entry(b)}
+    error = kit.refusal(tensors, kit.config(use_dora=True), layout_of(kit), base_rows=Base(kit))
+    assert (error.code, error.subject, error.found) == ("non-finite", MAGNITUDE, "3")
+
+
+def test_a_bias_that_is_too_large_once_scaled_is_refused(kit: Any) -> None:
+    large = np.zeros(12, np.float32)
+    large[5] = 3e38
+    tensors = kit.pair() | {BIAS_B: kit.entry(large)}
+    error = kit.refusal(tensors, kit.config(lora_bias=True), layout_of(kit), base_rows=Base(kit))
+    assert (error.code, error.subject, error.found) == ("non-finite", BIAS_B, "5")
+
+
 def test_an_untrained_dora_changes_nothing(kit: Any) -> None:
     base, config = Base(kit), kit.config(use_dora=True)
     dead = kit.pair() | {kit.key(0, "q_proj", "B"): kit.entry(np.zeros((12, 2)))}
