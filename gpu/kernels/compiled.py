@@ -30,6 +30,12 @@ from ..codecache import CodeCache, default_folder
 logger = logging.getLogger("rota.gpu.kernels")
 
 
+@cache
+def _say_compiling() -> None:
+    """Tell once a process why a start takes so long."""
+    logger.info("compiling kernels, once on this machine: about a quarter of a minute in all")
+
+
 class _Stored(msgspec.Struct, array_like=True):
     """One compiled entry point: the library's name, object code and bitcode, the symbol of its
     Python wrapper and of its environment cell."""
@@ -117,6 +123,7 @@ class Compiled:
             return None
 
     def _compile(self, kinds: list[type], key: str) -> Any:
+        _say_compiling()
         wanted = tuple(numba.types.float64 if k is float else numba.types.int64 for k in kinds)
         self.device.compile(wanted)
         made: Any = self.device.overloads[wanted]

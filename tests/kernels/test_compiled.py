@@ -126,3 +126,13 @@ def test_kept_code_gives_equal_bits(tmp_path: Path) -> None:
         run(0.0, *args)
         results.append(out)
     assert np.array_equal(results[0], results[1]) and results[0].any()
+
+
+def test_compiling_is_told_once(tmp_path: Path, caplog: Any) -> None:
+    from rota.gpu.kernels import compiled
+
+    compiled._say_compiling.cache_clear()
+    with caplog.at_level(logging.INFO, "rota.gpu"):
+        for folder in ("one", "two", "one"):
+            kernel(CodeCache(tmp_path / folder))(0, 0, 5, 2.0)
+    assert [r.message.split(",")[0] for r in caplog.records] == ["compiling kernels"]
