@@ -42,7 +42,9 @@ def add_serve_parser(subparsers: Any, *, offer: bool = False) -> argparse.Argume
     parser.add_argument("model", nargs="?", help="checkpoint directory")
     parser.add_argument("--config", type=Path, help="TOML file of options; flags go before it")
     parser.add_argument(
-        "--check", action="store_true", help="print the options as they would be used, and stop"
+        "--check",
+        action="store_true",
+        help="print the options as they would be used, defaults too, and stop",
     )
     add_flags(parser, offer=offer)
     return parser
