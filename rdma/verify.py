@@ -20,6 +20,8 @@ from .messages import CHUNK_BYTES
 
 _BEHIND: Final = 1
 """Chunks that may wait for a thread before the caller takes one."""
+_SHARED: Final = 4
+"""Chunks left in the end that a thread is made for, where there is none."""
 
 
 def _mismatch(expected: str, found: str, what: str) -> StagingError:
@@ -38,7 +40,8 @@ class ChunkVerifier:
 
     Chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
     others too when they fall behind, while nothing arrives (`help`) and in the end. With no threads
-    all are his. The threads are made when they are needed, or ``lent``, and then not ended.
+    all are his, but that one shares what is left in the end, if it is much. The threads are made
+    when they are needed, or ``lent``, and then not ended.
     """
 
     def __init__(
@@ -94,6 +97,10 @@ class ChunkVerifier:
     def finish(self) -> None:
         """Until every chunk is checked. Raises StagingError digest-mismatch."""
         self.advance(self._array.nbytes)
+        if self._pool is None and len(self._waiting) >= _SHARED:
+            # Nothing comes any more: the core that the sender had is free.
+            self._pool = digest_pool(1, "rota-verify")
+            self._checks.append(self._pool.submit(self._check_all))
         self._check_all()
         while self._checks:
             self._checks.popleft().result()

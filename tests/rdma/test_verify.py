@@ -112,6 +112,30 @@ def test_without_threads_the_caller_checks_all_when_he_may() -> None:
     assert (gate.by_caller, threads()) == (3, 0)
 
 
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_a_thread_shares_what_is_left_in_the_end(bad: int | None) -> None:
+    """Two of the chunks are checked at the same time, or this would not go on."""
+    array, both, seen = image(5 * CHUNK_BYTES), threading.Barrier(2), []
+    digests = bytearray(chunk_digests(array, "sha256"))
+    if bad is not None:
+        digests[32 * bad] ^= 1
+
+    def hashed(data: np.ndarray) -> bytes:
+        seen.append(threading.get_ident())
+        if len(seen) <= 2:
+            both.wait(30)
+        return KNOWN["sha256"](data)
+
+    subject = ChunkVerifier(array, bytes(digests), hashed, threads=0)
+    subject.advance(5 * CHUNK_BYTES - 1)
+    assert not seen and threads() == 0
+    with pytest.raises(StagingError) if bad is not None else nullcontext():
+        subject.finish()
+    subject.close()
+    assert len(set(seen[:2])) == 2 and threads() == 0
+    assert bad is not None or len(seen) == 5
+
+
 def test_a_lent_thread_checks_them_and_stays() -> None:
     array, gate = image(4 * CHUNK_BYTES), Gate()
     with ThreadPoolExecutor(1, "rota-verify") as lent:
