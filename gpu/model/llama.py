@@ -122,7 +122,8 @@ class LlamaModel:
         self, n: int, plan: tuple[LayerPlan, ...] | None, row_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `layers` every way it may go; returns as it."""
-        self.layers(n, plan, row_slots)
+        if self._compiled is not None:
+            self._compiled.run(n, plan, row_slots)
         return self._layer_by_layer(n, plan, row_slots)
 
     def _layer_by_layer(

@@ -63,7 +63,7 @@ async def test_an_engine_promotes_from_a_peer(kit: Any, serve: Callable[..., Any
             # Two contents: one that is held already would not be fetched again.
             for packed, content in (("always", CASE), ("never", OTHER)):
                 # A parameter of the test.
-                source = rota.Peer(address, content, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+                source = rota.Peer(address, content, secret=kit.secret, packed=packed)
                 await engine.promote(packed, source)
                 assert await ids(packed, content) == cases[content]["greedy_f32"]
             # Every phase has its time in the engine's own count, whichever way the bytes came.

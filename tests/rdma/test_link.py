@@ -33,7 +33,7 @@ def store(folder: Path) -> Any:
 @pytest.mark.parametrize("packed", ["always", "never"])
 @pytest.mark.parametrize("seed", range(5))
 def test_without_faults(
-    kit: Any, simulated: Any, store: Store, folder: Path, seed: int, packed: str
+    kit: Any, simulated: Any, store: Store, folder: Path, seed: int, packed: Any
 ) -> None:
     link = simulated(store, seed)
     staged = stage(source(link, kit, packed=packed), kit.small)
@@ -46,7 +46,7 @@ def nothing_held(digest: str) -> None:
     """With this the image is asked for by a `Read`; without it it comes along with the answer."""
 
 
-def carried(kit: Any, simulated: Any, store: Store, packed: str, **more: Any) -> int:
+def carried(kit: Any, simulated: Any, store: Store, packed: Any, **more: Any) -> int:
     """Bytes the peer sends in a whole promotion (once it has packed)."""
     for _ in range(2):
         link = simulated(store, 0)
@@ -58,7 +58,7 @@ def carried(kit: Any, simulated: Any, store: Store, packed: str, **more: Any) ->
 @pytest.mark.parametrize("packed", ["always", "never"])
 @pytest.mark.parametrize("fault", ["cut", "hang", "flip", "drop", "repeat"])
 def test_one_fault_anywhere(
-    kit: Any, simulated: Any, store: Store, folder: Path, fault: str, packed: str, held: Any
+    kit: Any, simulated: Any, store: Store, folder: Path, fault: str, packed: Any, held: Any
 ) -> None:
     """Either an error by name, or (never with a fault in bytes that matter) the right image."""
     total = carried(kit, simulated, store, packed, held=held)

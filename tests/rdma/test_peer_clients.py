@@ -66,7 +66,7 @@ def test_refusals_over_the_wire(kit: Any, serve: Any, folder: Path) -> None:
     narrow = SlotLayout(kit.small.dims, 2)
     for packed in ("always", "never"):
         # A parameter of the test.
-        source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        source = Peer(running.address, "one", secret=kit.secret, packed=packed)
         assert refusal(lambda s=source: stage(s, narrow)).code == "rank-exceeds-pool"
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"

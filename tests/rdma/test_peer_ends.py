@@ -21,7 +21,7 @@ from .exchange import connected, refusal, same
 @pytest.mark.parametrize("packed", ["always", "never"])
 @pytest.mark.parametrize("limit", [0, 30, 100, 2000, 1_000_000, 4_000_000])
 def test_cut_in_the_middle(
-    kit: Any, serve: Any, proxy: Any, tmp_path: Path, limit: int, packed: str
+    kit: Any, serve: Any, proxy: Any, tmp_path: Path, limit: int, packed: Any
 ) -> None:
     folder = kit.write(tmp_path / "big", kit.large, 100)
     running = serve({"big": folder})

@@ -47,7 +47,7 @@ class Ones:
 
 @pytest.mark.parametrize("packed", ["always", "never", "auto"])
 @pytest.mark.parametrize("elem", Elem)
-def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed: str) -> None:
+def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed: Any) -> None:
     root = kit.root / "tests/data/oracle/qwen35/adapters"
     folders = {path.name: path for path in sorted(root.iterdir())}
     running = serve(folders)
@@ -55,7 +55,7 @@ def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed:
     for name, path in folders.items():
         layout = SlotLayout(HYBRID, 64, elem, overlay_rows=128 if name.startswith("mts") else 16)
         # A parameter of the test.
-        source = Peer(running.address, name, secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        source = Peer(running.address, name, secret=kit.secret, packed=packed)
         try:
             disk = stage(DirectorySource(path), layout, base_rows=Ones())
         except RejectError as error:
@@ -172,7 +172,7 @@ def test_a_callers_buffer(kit: Any, serve: Any, folder: Path) -> None:
     for packed in ("always", "never"):
         buffer = bytearray(b"\xa5" * kit.small.slot_bytes)
         # A parameter of the test.
-        source = Peer(running.address, "one", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        source = Peer(running.address, "one", secret=kit.secret, packed=packed)
         assert stage(source, kit.small, buffer=buffer).image.lent
         assert bytes(buffer) == disk
 
@@ -188,7 +188,7 @@ def test_progress_and_phases(kit: Any, serve: Any, tmp_path: Path) -> None:
             running.address,
             "big",
             secret=kit.secret,
-            packed=packed,  # type: ignore[arg-type]  # a parameter of the test
+            packed=packed,
             progress=lambda done, total, seen=seen: seen.append((done, total)),
         )
         staged = stage(source, kit.large)
@@ -240,5 +240,5 @@ def test_sharded_adapters(kit: Any, serve: Any, tmp_path: Path) -> None:
     disk = stage(DirectorySource(parts), kit.small)
     for packed in ("always", "never"):
         # A parameter of the test.
-        source = Peer(running.address, "parts", secret=kit.secret, packed=packed)  # type: ignore[arg-type]
+        source = Peer(running.address, "parts", secret=kit.secret, packed=packed)
         same(stage(source, kit.small), disk)

@@ -188,7 +188,7 @@ def verbs(serve: Any, kit: Any, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("packed", ["always", "never"])
 @pytest.mark.parametrize("rails", [1, 4])
-def test_promotion_by_reads(verbs: Any, packed: str, rails: int) -> None:
+def test_promotion_by_reads(verbs: Any, packed: Any, rails: int) -> None:
     before = verbs.peer.counters()["bytes_sent"]
     staged = verbs(packed=packed, rails=rails)
     assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
@@ -301,7 +301,7 @@ class Cluster:
     ("far", "near", "rails"), [(2, 2, 1), (2, 2, 3), (1, 2, 2), (3, 2, 5), (2, 3, 8), (8, 8, 8)]
 )
 def test_rails_over_several_devices(
-    serve: Any, kit: Any, tmp_path: Path, far: int, near: int, rails: int, packed: str
+    serve: Any, kit: Any, tmp_path: Path, far: int, near: int, rails: int, packed: Any
 ) -> None:
     """Every device of ours reads (as far as there are chunks), each from its own counterpart."""
     cluster = Cluster(serve, kit, tmp_path, far, near)
