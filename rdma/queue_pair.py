@@ -64,7 +64,7 @@ class QueuePair:
                 qp_type=lib.enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0
             )
             self._qp = lib.qp.QP(device.pd, init)
-        except Exception as error:  # as above
+        except Exception as error:  # pyverbs raises what it likes
             self.close()
             raise device.failed("making a queue pair", error) from error
         self.depth = device.depth
@@ -101,7 +101,7 @@ class QueuePair:
             self.depth = min(device.depth, other.depth)
             made.max_rd_atomic = self.depth
             self._qp.to_rts(made)
-        except Exception as error:  # as above
+        except Exception as error:  # pyverbs raises what it likes
             raise device.failed("connecting a queue pair", error) from error
 
     def post_read(self, number: int, local: int, lkey: int, remote: int, rkey: int, n: int) -> None:
@@ -120,7 +120,7 @@ class QueuePair:
             try:
                 request.set_wr_rdma(rkey, remote)
                 self._qp.post_send(request)
-            except Exception as error:  # as above
+            except Exception as error:  # pyverbs raises what it likes
                 raise self._device.failed("posting a read", error) from error
             finally:
                 request.close()

@@ -109,7 +109,7 @@ class Device:
     def _open(self, name: str | None) -> Any:
         try:
             names = [_text(d.name) for d in self.lib.device.get_device_list()]
-        except Exception as error:  # as above
+        except Exception as error:  # pyverbs raises what it likes
             raise DeviceError(
                 "the kernel has no RDMA support loaded",
                 code="no-verbs-device",
@@ -118,7 +118,7 @@ class Device:
         for candidate in names if name is None else [n for n in names if n == name]:
             try:
                 context = self.lib.device.Context(name=candidate)
-            except Exception as error:  # as above
+            except Exception as error:  # pyverbs raises what it likes
                 if name is not None:
                     raise self.failed("opening the device", error) from error
                 continue
@@ -156,7 +156,7 @@ class Device:
     def _register(self, region: Region, access: int) -> Any:
         try:
             handle = self.lib.mr.MR(self.pd, max(1, region.nbytes), access, address=region.address)
-        except Exception as error:  # as above
+        except Exception as error:  # pyverbs raises what it likes
             raise self.failed("registering memory", error) from error
         with self._lock:
             self._regions[region.address] = handle
@@ -179,7 +179,7 @@ class Device:
             made = self.lib.mr.DmaBufMR(
                 self.pd, 4096, self.lib.enums.IBV_ACCESS_LOCAL_WRITE, dmabuf=-1
             )
-        except Exception as error:  # as above
+        except Exception as error:  # pyverbs raises what it likes
             return getattr(error, "error_code", 0) == errno.EBADF
         made.close()
         return True

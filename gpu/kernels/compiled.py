@@ -137,6 +137,6 @@ class Compiled:
                 made.fndesc.env_name,
             )
             self._store.write(key, msgspec.msgpack.encode(stored))
-        except Exception as error:  # as above
+        except Exception as error:  # numba's insides again: keeping code is a help, not a need
             logger.warning("code of %s was not kept: %s", self.__name__, error)
         return made.entry_point
