@@ -11,6 +11,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from ..gpu.host_threads import LONG_S, ask_for_slices
+
 NICER: Final = 10
 """Added to the thread's nice value."""
 
@@ -27,3 +29,4 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICER)
     except OSError:
         pass  # as polite as the system allows
+    ask_for_slices(LONG_S)

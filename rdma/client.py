@@ -182,7 +182,9 @@ class Peer:
                 manifest = opened(session, self.adapter, want.limits.files)
             else:
                 least = 0 if self.packed == "always" else ceil(layout.slot_bytes / _PACKED_UP_TO)
-                landing = ImageLanding(carrier, self.adapter, least, want)
+                landing = ImageLanding(
+                    carrier, self.adapter, least, want, sure=self.secret is not None
+                )
                 manifest = stack.enter_context(closing(landing)).ask()
             known = None if want.held is None else want.held(manifest.digest)
             if known is not None and known.image.fingerprint == layout.fingerprint():

@@ -111,6 +111,7 @@ class Desk:
         rails: a verbs device, or ``None``.
         counters: more numbers for `Status`.
         max_open: generations one client may hold.
+        sure: only hashes that nobody can forge; where digests are authentic.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class Desk:
         counters: Callable[[], Mapping[str, int | float]] | None = None,
         *,
         max_open: int = 8,
+        sure: bool = False,
     ) -> None:
-        self._store, self._rails, self._max_open = store, rails, max_open
+        self._store, self._rails, self._max_open, self._sure = store, rails, max_open, sure
         self._counters = counters
         self._held: dict[str, list[Generation]] = {}
         self._pairs: QueuePairs | None = None
@@ -201,7 +203,7 @@ class Desk:
 
     def _pack(self, message: m.Pack) -> m.Packed:
         generation = self._find(message.digest)
-        name = choose(message.hashes)
+        name = choose(message.hashes, sure=self._sure)
         packed = self._store.packed(generation, message.fingerprint)
         if packed is None:
             layout = layout_of(message.layout, message.fingerprint, self._store.limits.budget)
@@ -209,7 +211,7 @@ class Desk:
         return self._told(generation, packed, name)
 
     def _fetch(self, message: m.Fetch) -> Answer:
-        name = choose(message.hashes)
+        name = choose(message.hashes, sure=self._sure)
         manifest = self._open(message.adapter)
         generation = self._find(manifest.digest)
         packed: PackedImage | None = None

@@ -26,7 +26,7 @@ from ..gpu.lora.pack import reuse_buffer
 from ..gpu.lora.stage import Held, StagedAdapter, StageLimits
 from ..gpu.lora.targets import check_targets
 from . import messages as m
-from .hashes import KNOWN, SHA256
+from .hashes import KNOWN, SHA256, offered
 from .layouts import check_packed, layout_spec
 from .link import Spare
 from .pool import Session
@@ -154,12 +154,15 @@ class ImageLanding:
         carrier: over the promotion's session.
         adapter: its id.
         files_at_least: bytes of files from which an image is wanted.
+        sure: take only hashes that nobody can forge.
         want: layout, limits and buffer.
     """
 
-    def __init__(self, carrier: Carrier, adapter: str, files_at_least: int, want: Wanted) -> None:
+    def __init__(
+        self, carrier: Carrier, adapter: str, files_at_least: int, want: Wanted, *, sure: bool
+    ) -> None:
         self._carrier, self._adapter, self._want = carrier, adapter, want
-        self._least = files_at_least
+        self._least, self._hashes = files_at_least, offered(sure=sure)
         self._session = carrier.session
         if want.buffer is not None:  # a wrong one is refused before anything is asked
             reuse_buffer(want.buffer, want.layout.slot_bytes)
@@ -189,7 +192,7 @@ class ImageLanding:
             else:
                 room = min(room, len(want.buffer))
                 self._target = reuse_buffer(want.buffer, room)
-        ask = m.Fetch(self._adapter, layout.fingerprint(), list(KNOWN), self._least, room)
+        ask = m.Fetch(self._adapter, layout.fingerprint(), self._hashes, self._least, room)
         sink = None if self._target is None else self._target.data
         session.link.call(ask, sink, self._landed, self._on_fetched, self._spare)
         assert self._manifest is not None
@@ -203,7 +206,7 @@ class ImageLanding:
             layout = self._want.layout
             self._audit()
             ask = m.Pack(
-                self._manifest.digest, layout.fingerprint(), layout_spec(layout), list(KNOWN)
+                self._manifest.digest, layout.fingerprint(), layout_spec(layout), self._hashes
             )
             answer = self._session.link.call(ask)
             assert isinstance(answer, m.Packed)
@@ -256,7 +259,7 @@ class ImageLanding:
         assert self._manifest is not None
         want = self._want
         limit = want.limits.annex_bytes
-        self._facts = check_packed(packed, self._manifest.digest, want.layout, limit)
+        self._facts = check_packed(packed, self._manifest.digest, want.layout, self._hashes, limit)
         self._packed = packed
         if self._target is not None:
             long_enough = len(self._target) >= packed.nbytes

@@ -6,6 +6,7 @@ What it owns: the conversion, and the bounds on what a stranger may make a peer 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -113,10 +114,15 @@ def layout_of(spec: LayoutSpec, fingerprint: str, max_bytes: int) -> SlotLayout:
 
 
 def check_packed(
-    packed: Packed, digest: str, layout: SlotLayout, annex_bytes: int | None = None
+    packed: Packed,
+    digest: str,
+    layout: SlotLayout,
+    hashes: Sequence[str],
+    annex_bytes: int | None = None,
 ) -> SlotImage:
-    """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``, or
-    has an annex of more than ``annex_bytes``; else the image, without its bytes.
+    """Refuse what a peer says of an image when it cannot be one of ``digest`` for ``layout``, is
+    hashed by none of ``hashes``, or has an annex of more than ``annex_bytes``; else the image,
+    without its bytes.
 
     Raises:
         WireError: packed-mismatch.
@@ -126,7 +132,7 @@ def check_packed(
     _agree(
         ("digest", digest, packed.digest),
         ("fingerprint", layout.fingerprint(), packed.fingerprint),
-        ("hash", True, packed.hash in KNOWN),
+        ("hash", True, packed.hash in hashes),
         ("ranks", 2 * pairs, len(packed.ranks)),
         ("scales", 4 * pairs, len(packed.scales)),
         ("affine", pairs if layout.affine else 0, len(packed.affine)),
@@ -153,7 +159,7 @@ def check_packed(
     nbytes = layout.slot_bytes + facts.annex_bytes
     _agree(
         ("nbytes", nbytes, packed.nbytes),
-        ("chunks", 32 * -(-nbytes // CHUNK_BYTES), len(packed.chunks)),
+        ("chunks", KNOWN[packed.hash].digest_bytes * -(-nbytes // CHUNK_BYTES), len(packed.chunks)),
     )
     check_annex(facts.annex_bytes, annex_bytes)
     return facts

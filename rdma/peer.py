@@ -25,6 +25,7 @@ import anyio
 import anyio.to_thread
 
 from ..errors import CapacityError, WireError
+from ..gpu.host_threads import LONG_S, ask_for_slices
 from .desk import Desk, Rails
 from .desk1 import Desk1, PreparedRails
 from .frames2 import Times
@@ -173,6 +174,7 @@ class WeightPeer:
             log.warning("%s: the next client waits until one of these goes", error)
 
     def _work(self, listener: socket.socket) -> None:
+        ask_for_slices(LONG_S)  # it copies for long, and an engine's loop may be on this host
         try:
             while (client := self._next(listener)) is not None:
                 self._serve(client)
@@ -232,7 +234,13 @@ class WeightPeer:
             say_no(client, busy, self.limits.times)
 
     def _serve(self, client: socket.socket) -> None:
-        desk = Desk(self.store, self._verbs, self.counters, max_open=self.limits.max_open)
+        desk = Desk(
+            self.store,
+            self._verbs,
+            self.counters,
+            max_open=self.limits.max_open,
+            sure=self._secret is not None,
+        )
         one: Serving | None = None
         try:
             one = self._started(client, desk)

@@ -27,7 +27,7 @@ from ..gpu.lora.report import LoadReport
 from ..gpu.lora.safefile import FileLimits, parse_shards
 from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import StageLimits, stage
-from .hashes import KNOWN, chunk_digests
+from .hashes import chunk_digests
 from .layouts import DigestedAdapter, HeldSource
 from .messages import MAX_IDS, Packed
 from .region import Region
@@ -226,7 +226,6 @@ class Store:
                     self._free(region)
                 raise
             packed = PackedImage(regions[0], staged.image, staged.report)
-            packed.chunks(next(iter(KNOWN)))
             with self._lock:
                 generation.images[key] = packed
                 self._counts["packs"] += 1

@@ -35,10 +35,11 @@ def _mismatch(expected: str, found: str, what: str) -> StagingError:
 
 
 class ChunkVerifier:
-    """Checks ``array`` (uint8 ``[n]``) against ``digests`` (of 32 bytes, by ``hash_``, one for each
-    `CHUNK_BYTES`).
+    """Checks ``array`` (uint8 ``[n]``) against ``digests`` (by ``hash_``, one for each
+    `CHUNK_BYTES`, joined).
 
-    Chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
+    By a quick hash each chunk is checked as soon as it is there, on the caller's thread. Otherwise
+    chunks are the work of ``threads`` threads, but for the last, which is the caller's; he takes
     others too when they fall behind, while nothing arrives (`help`) and in the end. With no threads
     all are his, but that one shares what is left in the end, if it is much. The threads are made
     when they are needed, or ``lent``, and then not ended.
@@ -66,11 +67,13 @@ class ChunkVerifier:
             self._checks.popleft().result()
         for chunk in range(self._next, end):
             self._waiting.append(chunk)
-            if len(self._checks) < self._threads and not whole:
+            if len(self._checks) < self._threads and not whole and not self._hash.quick:
                 if self._pool is None:
                     self._pool = digest_pool(self._threads, "rota-verify")
                 self._checks.append(self._pool.submit(self._check_all))
         self._next = max(self._next, end)
+        if self._hash.quick:
+            self._check_all()
 
     def help(self) -> bool:
         """Check a chunk if the threads are behind. Raises StagingError digest-mismatch."""
@@ -83,8 +86,9 @@ class ChunkVerifier:
         except IndexError:
             return False
         start = chunk * CHUNK_BYTES
-        found = self._hash(self._array[start : start + CHUNK_BYTES])
-        wanted = self._digests[32 * chunk : 32 * chunk + 32]
+        found = self._hash.of(self._array[start : start + CHUNK_BYTES])
+        size = self._hash.digest_bytes
+        wanted = self._digests[size * chunk : size * (chunk + 1)]
         if found != wanted:
             raise _mismatch(wanted.hex(), found.hex(), f"chunk {chunk}")
         return True

@@ -19,6 +19,7 @@ import anyio
 import msgspec
 
 from ..errors import RotaError, StagingError
+from ..gpu.host_threads import LONG_S, ask_for_slices
 from ..rdma.stamps import Row, stamps_of
 from .prompt import prompt_switching
 from .threads import Threads
@@ -80,12 +81,17 @@ def source_key(source: Any) -> Hashable:
     return ("object", id(source)) if place is None else place
 
 
+def staging_threads(workers: int) -> Threads:
+    """They compute and copy for many milliseconds; the loop wants a core for a moment."""
+    return Threads(workers, "rota-staging", first=partial(ask_for_slices, LONG_S))
+
+
 class Stager:
     """``workers`` threads stage at once; more wait. Called on the loop's thread."""
 
     def __init__(self, stage: StageFunction, *, workers: int, clock_ns: Callable[[], int]) -> None:
         self._stage = stage
-        self._threads = Threads(workers, "rota-staging")
+        self._threads = staging_threads(workers)
         self._clock_ns = clock_ns
         self.images: dict[int, Staged] = {}
         self._by_signature: dict[tuple[Hashable, Signature], int] = {}

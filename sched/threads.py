@@ -39,10 +39,17 @@ class _Job:
 
 
 class Threads:
-    """See the module. Used by one event loop."""
+    """See the module. Used by one event loop. ``first``: what each thread does before its first
+    job; it raises nothing."""
 
-    def __init__(self, limit: int, name: str, idle_s: float = IDLE_S) -> None:
-        self._limit, self._name, self._idle_s = limit, name, idle_s
+    def __init__(
+        self,
+        limit: int,
+        name: str,
+        idle_s: float = IDLE_S,
+        first: Callable[[], object] | None = None,
+    ) -> None:
+        self._limit, self._name, self._idle_s, self._first = limit, name, idle_s, first
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._count = self._idle = 0
@@ -86,6 +93,8 @@ class Threads:
             self._changed.notify_all()
 
     def _serve(self) -> None:
+        if self._first is not None:
+            self._first()
         while (job := self._next()) is not None:
             result, error = None, None
             try:

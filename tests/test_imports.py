@@ -121,9 +121,9 @@ def verbs_stay_in_one_file(found: Import) -> str | None:
 
 
 def fast_hash_stays_in_one_file(found: Import) -> str | None:
-    """Only ``rdma/hashes.py`` imports `blake3`, which may be absent."""
-    wrong = found.top == "blake3" and found.by != "rota.rdma.hashes"
-    return "only rdma/hashes.py may import blake3" if wrong else None
+    """Only ``rdma/hashes.py`` imports `blake3` and `xxhash`, which may be absent."""
+    wrong = found.top in ("blake3", "xxhash") and found.by != "rota.rdma.hashes"
+    return f"only rdma/hashes.py may import {found.top}" if wrong else None
 
 
 def errors_stand_alone(found: Import) -> str | None:
@@ -193,6 +193,7 @@ BREACHES = [
     (cuda_stays_in_cuda_files, "rota.gpu.model.cuda_graphs", "import cuda"),
     (verbs_stay_in_one_file, "rota.rdma.peer", "from pyverbs.qp import QP"),
     (fast_hash_stays_in_one_file, "rota.rdma.verify", "from blake3 import blake3"),
+    (fast_hash_stays_in_one_file, "rota.rdma.store", "import xxhash"),
     (errors_stand_alone, "rota.errors", "import msgspec"),
     (rooms_are_imported_relatively, "rota.sched.engine", "import gpu.device"),
 ]

@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from ...errors import CommandError
-from ..prompt import settle_heap
+from ..prompt import settle_process
 from .options import Options, add_flags, read_options
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run_serve(args: argparse.Namespace, console: Console) -> int:
             subject=error.name,
         ) from error
     # The process is ours: what staging allocates later must not bring on rounds over all of torch.
-    anyio.run(partial(serve, options, console, ready=settle_heap))
+    anyio.run(partial(serve, options, console, ready=settle_process))
     return 0
 
 

@@ -18,7 +18,7 @@ from rota.gpu.lora.safefile import FileLimits
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import StageLimits, stage
 from rota.gpu.model.config import load_config
-from rota.rdma import hashes, landing
+from rota.rdma import desk, hashes, landing
 from rota.rdma.client import Peer
 from rota.rdma.peer import PeerLimits
 from rota.rdma.store import StoreLimits
@@ -45,17 +45,20 @@ class Ones:
         return None
 
 
+@pytest.mark.parametrize("secret", [b"one", None])
 @pytest.mark.parametrize("packed", ["always", "never", "auto"])
 @pytest.mark.parametrize("elem", Elem)
-def test_the_corpus_lands_as_from_disk(kit: Any, serve: Any, elem: Elem, packed: Any) -> None:
+def test_the_corpus_lands_as_from_disk(
+    kit: Any, serve: Any, elem: Elem, packed: Any, secret: bytes | None
+) -> None:
     root = kit.root / "tests/data/oracle/qwen35/adapters"
     folders = {path.name: path for path in sorted(root.iterdir())}
-    running = serve(folders)
+    running = serve(folders, secret=secret)
     landed = refused = 0
     for name, path in folders.items():
         layout = SlotLayout(HYBRID, 64, elem, overlay_rows=128 if name.startswith("mts") else 16)
         # A parameter of the test.
-        source = Peer(running.address, name, secret=kit.secret, packed=packed)
+        source = Peer(running.address, name, secret=secret, packed=packed)
         try:
             disk = stage(DirectorySource(path), layout, base_rows=Ones())
         except RejectError as error:
@@ -131,30 +134,72 @@ def test_factors_and_offsets_land_as_from_disk(kit: Any, serve: Any) -> None:
         assert any(landed.image.affine) and phase in landed.report.seconds
 
 
-@pytest.mark.parametrize("name", ["sha256", "blake3"])
+@pytest.mark.parametrize("name", hashes.KNOWN)
 def test_both_ends_agree_on_a_hash(
     kit: Any, serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    running = serve({"one": folder})
-    monkeypatch.setattr(landing, "KNOWN", {name: hashes.KNOWN[name]})
-    source = Peer(running.address, "one", secret=kit.secret, packed="always")
-    same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
+    running = serve({"one": folder}, secret=None)
+    source = Peer(running.address, "one", packed="always")
     # A hash only one end knows is passed over; with none in common nothing is packed.
-    monkeypatch.setattr(landing, "KNOWN", {"new": hashes.KNOWN[name], name: hashes.KNOWN[name]})
-    same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
-    monkeypatch.setattr(landing, "KNOWN", {"new": hashes.KNOWN[name]})
+    for names in ([name], ["new", name]):
+        monkeypatch.setattr(landing, "offered", lambda sure, names=names: names)
+        same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
+    monkeypatch.setattr(landing, "offered", lambda sure: ["new"])
     assert refusal(lambda: stage(source, kit.small)).code == "no-common-hash"
 
 
-def test_without_the_fast_hash_there_is_sha256(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(hashes.KNOWN) == ["blake3", "sha256"]
-    monkeypatch.setitem(sys.modules, "blake3", None)
-    assert list(hashes._known()) == ["sha256"]
+QUICK = "xxh3-128"
+
+
+@pytest.mark.parametrize("secret", [b"one", None])
+def test_where_digests_are_authentic_nobody_may_forge_their_bytes(
+    kit: Any, serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes | None
+) -> None:
+    """A hash that one can find other bytes for is neither offered nor taken by whoever has a
+    secret, whatever the other end would do."""
+    running = serve({"one": folder}, secret=secret)
+    source, taken = Peer(running.address, "one", secret=secret, packed="always"), list[str]()
+    check = landing.check_packed
+
+    def checked(packed: Any, *rest: Any) -> Any:
+        taken.append(packed.hash)
+        return check(packed, *rest)
+
+    monkeypatch.setattr(landing, "check_packed", checked)
+    same(stage(source, kit.small), stage(DirectorySource(folder), kit.small))
+    assert taken == ["blake3" if secret else QUICK]
+    if secret is None:
+        return
+    with monkeypatch.context() as other:
+        other.setattr(landing, "offered", lambda sure: [QUICK])
+        assert refusal(lambda: stage(source, kit.small)).code == "no-common-hash"
+    with monkeypatch.context() as other:
+        other.setattr(desk, "choose", lambda names, sure: QUICK)
+        refused = refusal(lambda: stage(source, kit.small))
+        assert (refused.code, refused.subject) == ("packed-mismatch", "hash")
+
+
+def test_without_faster_hashes_there_is_sha256(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(hashes.KNOWN) == [QUICK, "blake3", "sha256"]
+    assert [name for name, one in hashes.KNOWN.items() if not one.sure] == [QUICK]
+    for missing, left in (("xxhash", ["blake3", "sha256"]), ("blake3", ["sha256"])):
+        monkeypatch.setitem(sys.modules, missing, None)
+        assert list(hashes._known()) == left
     image = np.arange(1 << 20, dtype=np.uint32).view(np.uint8)
     wanted = [
         hashlib.sha256(image[at : at + (1 << 20)]).digest() for at in range(0, 4 << 20, 1 << 20)
     ]
     assert hashes.chunk_digests(image, "sha256") == b"".join(wanted)
+
+
+def test_digests_are_those_of_the_published_hashes() -> None:
+    """Of nothing, as the authors of each give them; both ends must mean the same by a name."""
+    empty = np.empty(0, np.uint8)
+    assert {name: one.of(empty).hex() for name, one in hashes.KNOWN.items()} == {
+        QUICK: "99aa06d3014798d86001c324468d497f",
+        "blake3": "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+        "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    }
 
 
 def test_read_gives_the_files(kit: Any, serve: Any, folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rota.errors import StagingError
-from rota.rdma.hashes import KNOWN, chunk_digests
+from rota.rdma.hashes import KNOWN, Hash, chunk_digests
 from rota.rdma.messages import CHUNK_BYTES
 from rota.rdma.verify import ChunkVerifier
 
@@ -23,19 +23,20 @@ def image(nbytes: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
 
 
-def verifier(array: np.ndarray, bad: int | None = None) -> ChunkVerifier:
-    digests = bytearray(chunk_digests(array, "sha256"))
+def verifier(array: np.ndarray, bad: int | None = None, name: str = "sha256") -> ChunkVerifier:
+    digests = bytearray(chunk_digests(array, name))
     if bad is not None:
-        digests[32 * bad] ^= 1
-    return ChunkVerifier(array, bytes(digests), KNOWN["sha256"])
+        digests[KNOWN[name].digest_bytes * (bad + 1) - 1] ^= 1
+    return ChunkVerifier(array, bytes(digests), KNOWN[name])
 
 
 @pytest.mark.parametrize("nbytes", [1, CHUNK_BYTES, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5])
 @pytest.mark.parametrize("step", [1 << 18, CHUNK_BYTES, 1 << 30])
-def test_all_of_it_is_checked(nbytes: int, step: int) -> None:
+@pytest.mark.parametrize("name", KNOWN)
+def test_all_of_it_is_checked(nbytes: int, step: int, name: str) -> None:
     array = image(nbytes)
     for bad in (None, *range(-(-nbytes // CHUNK_BYTES))):
-        subject = verifier(array, bad)
+        subject = verifier(array, bad, name)
         try:
             with pytest.raises(StagingError) if bad is not None else nullcontext() as caught:
                 for there in range(step, nbytes, step):
@@ -60,12 +61,12 @@ class Gate:
             self.by_caller += 1
         else:
             assert self.open.wait(30)
-        return KNOWN["sha256"](data)
+        return KNOWN["sha256"].of(data)
 
 
 def test_the_caller_helps_when_threads_are_behind() -> None:
     array, gate = image(5 * CHUNK_BYTES), Gate()
-    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), gate, threads=1)
+    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), Hash(gate), threads=1)
     subject.advance(CHUNK_BYTES - 1)
     assert not subject.help() and threads() == 0  # nothing is whole yet
     subject.advance(4 * CHUNK_BYTES)
@@ -102,7 +103,7 @@ def test_wrong_bytes_are_told_while_others_arrive() -> None:
 
 def test_without_threads_the_caller_checks_all_when_he_may() -> None:
     array, gate = image(3 * CHUNK_BYTES), Gate()
-    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), gate, threads=0)
+    subject = ChunkVerifier(array, chunk_digests(array, "sha256"), Hash(gate), threads=0)
     subject.advance(CHUNK_BYTES - 1)
     assert not subject.help()
     subject.advance(2 * CHUNK_BYTES)
@@ -110,6 +111,30 @@ def test_without_threads_the_caller_checks_all_when_he_may() -> None:
     assert subject.help() and not subject.help()
     subject.finish()
     assert (gate.by_caller, threads()) == (3, 0)
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_a_quick_hash_is_taken_at_once_by_who_receives(bad: int | None) -> None:
+    """Each chunk while it is in the caches: no thread, and nothing left for later."""
+    array, seen = image(4 * CHUNK_BYTES), list[tuple[int, int]]()
+    digests = bytearray(chunk_digests(array, "sha256"))
+    if bad is not None:
+        digests[32 * bad] ^= 1
+
+    def hashed(data: np.ndarray) -> bytes:
+        seen.append((threading.get_ident(), data.nbytes))
+        return KNOWN["sha256"].of(data)
+
+    subject = ChunkVerifier(array, bytes(digests), Hash(hashed, quick=True))
+    me = (threading.get_ident(), CHUNK_BYTES)
+    subject.advance(CHUNK_BYTES + 5)
+    assert (seen, subject.help()) == ([me], False)
+    with pytest.raises(StagingError) if bad is not None else nullcontext():
+        subject.advance(2 * CHUNK_BYTES)
+        assert seen == 2 * [me]
+        subject.finish()
+    assert seen == (2 if bad else 4) * [me] and threads() == 0
+    subject.close()
 
 
 @pytest.mark.parametrize("bad", [None, 0, 1])
@@ -124,9 +149,9 @@ def test_a_thread_shares_what_is_left_in_the_end(bad: int | None) -> None:
         seen.append(threading.get_ident())
         if len(seen) <= 2:
             both.wait(30)
-        return KNOWN["sha256"](data)
+        return KNOWN["sha256"].of(data)
 
-    subject = ChunkVerifier(array, bytes(digests), hashed, threads=0)
+    subject = ChunkVerifier(array, bytes(digests), Hash(hashed), threads=0)
     subject.advance(5 * CHUNK_BYTES - 1)
     assert not seen and threads() == 0
     with pytest.raises(StagingError) if bad is not None else nullcontext():
@@ -143,7 +168,7 @@ def test_a_lent_thread_checks_them_and_stays() -> None:
             digests = bytearray(chunk_digests(array, "sha256"))
             if bad is not None:
                 digests[32 * bad] ^= 1
-            subject = ChunkVerifier(array, bytes(digests), gate, 1, lent)
+            subject = ChunkVerifier(array, bytes(digests), Hash(gate), 1, lent)
             gate.open.set()
             with pytest.raises(StagingError) if bad is not None else nullcontext():
                 subject.advance(2 * CHUNK_BYTES)
@@ -164,7 +189,7 @@ def test_nothing_looks_at_the_array_once_it_is_closed() -> None:
 
     with ThreadPoolExecutor(1, "rota-verify") as lent:
         lent.submit(gate.open.wait, 30)  # the thread is busy
-        subject = ChunkVerifier(array, bytes(4 * 32), hashed, 1, lent)
+        subject = ChunkVerifier(array, bytes(4 * 32), Hash(hashed), 1, lent)
         subject.advance(2 * CHUNK_BYTES)
         subject.close()
         gate.open.set()

@@ -1,5 +1,5 @@
 """A prompt interpreter: its switch interval is short while something is staged, no longer; its
-settled heap is in no collection."""
+settled heap is in no collection; its loop gets a core at once from threads that stage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -14,8 +15,11 @@ import anyio.lowlevel
 import pytest
 
 from rota.errors import StagingError
-from rota.sched.prompt import SWITCH_S, prompt_switching, settle_heap
-from rota.sched.staging import Stager
+from rota.gpu.host_threads import LONG_S, SHORT_S
+from rota.sched.prompt import SWITCH_S, prompt_switching, settle_heap, settle_process
+from rota.sched.staging import Stager, staging_threads
+
+from ..slices import slice_s, usual_s
 
 USUAL = 0.005
 
@@ -59,6 +63,31 @@ def test_a_settled_heap_is_left_out_of_collections() -> None:
         assert not any(thing is alive for thing in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_a_settled_process_has_short_slices_on_this_thread_alone() -> None:
+    usual, before = usual_s(), gc.get_freeze_count()
+
+    def work() -> tuple[float, float]:
+        settle_process()
+        with ThreadPoolExecutor(1) as pool:
+            return slice_s(), pool.submit(slice_s).result()
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(work).result() == (SHORT_S, usual)
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_threads_that_stage_have_long_slices() -> None:
+    assert SHORT_S < usual_s() < LONG_S
+    threads = staging_threads(1)
+    assert await threads.run(slice_s) == LONG_S
+    threads.close()
 
 
 @pytest.mark.anyio

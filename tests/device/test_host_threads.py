@@ -1,0 +1,87 @@
+"""Slices: asked for by a thread for itself, inherited or not, and never an error."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from rota.gpu.host_threads import LONG_S, SHORT_S, ask_for_slices
+
+from ..slices import slice_s, usual_s
+
+_T = TypeVar("_T")
+LIBRARY = ctypes.CDLL(None)
+
+
+def elsewhere(work: Callable[[], _T]) -> _T:
+    """On a new thread, which ends."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("seconds", [SHORT_S, LONG_S])
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_thread_asks_for_itself(seconds: float, inherited: bool) -> None:
+    usual = usual_s()
+
+    def work() -> tuple[bool, float, float]:
+        return ask_for_slices(seconds, inherited=inherited), slice_s(), elsewhere(slice_s)
+
+    assert elsewhere(work) == (True, seconds, seconds if inherited else usual)
+    assert slice_s() == usual
+
+
+def test_the_rest_stays_as_it_was() -> None:
+    usual_s()
+
+    def work() -> tuple[bool, int, int]:
+        os.setpriority(os.PRIO_PROCESS, 0, 7)  # of this thread
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        took = ask_for_slices(LONG_S)
+        return took, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+    assert elsewhere(work) == (True, 7, os.SCHED_BATCH)
+
+
+def test_other_policies_are_left_alone() -> None:
+    usual_s()
+
+    def work() -> tuple[bool, int]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        return ask_for_slices(LONG_S), os.sched_getscheduler(0)
+
+    assert elsewhere(work) == (False, os.SCHED_IDLE)
+
+
+class Refusing:
+    """A C library where a filter refuses calls from the n-th on."""
+
+    def __init__(self, works: int) -> None:
+        self._works = works
+
+    def syscall(self, *args: object) -> int:
+        self._works -= 1
+        return -1 if self._works < 0 else int(LIBRARY.syscall(*args))
+
+
+def test_a_system_without_them_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = usual_s()
+    for works in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", lambda name, works=works: Refusing(works))
+            assert not elsewhere(lambda: ask_for_slices(LONG_S))
+    for module, name, value in (
+        (platform, "machine", lambda: "z80"),
+        (sys, "platform", "darwin"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert not elsewhere(lambda: ask_for_slices(LONG_S))
+    assert slice_s() == usual
