@@ -25,14 +25,14 @@ from ...errors import RejectError
 from .annex import Annex
 from .config import PeftConfig
 from .dims import LoraModule
-from .keys import Half
+from .keys import Half, Placed
 from .layout import SlotLayout
 from .pack import PairTensors, file_array, to_f32
 from .safefile import Tensor
 
 _VALUES_AT_ONCE: Final = 1 << 22
 """Values of a weight that are widened at a time (16 MiB)."""
-_FACTORS: Final = frozenset(("A", "B"))
+_VECTORS: Final[tuple[Half, ...]] = ("magnitude", "lora_bias", "bias")
 NO_CHANGE: Final = 2.0**-8
 """A factor this near to 1 is what rounding to BF16 leaves of 1."""
 
@@ -70,25 +70,25 @@ class Vectors:
 
 def plan_affine(
     config: PeftConfig,
-    parts: Mapping[int, Parts],
+    parts: Mapping[Half, Mapping[int, Placed]],
     pairs: Sequence[PairTensors],
     layout: SlotLayout,
     base: BaseLinear | None,
 ) -> tuple[Vectors, ...]:
-    """The vectors of an adapter, in pair order. ``parts``: pair index -> its tensors by half.
+    """The vectors of an adapter, in pair order. ``parts``: half -> pair index -> its tensor.
 
     Raises:
         RejectError: use_dora, lora_bias, bias (config, file and base disagree), shape-mismatch,
             affine-no-base, affine-no-room, non-finite.
     """
     promised = config.use_dora or config.lora_bias or config.bias != "none"
-    if not promised and all(found.keys() <= _FACTORS for found in parts.values()):
+    if not promised and not any(parts[half] for half in _VECTORS):
         return ()
     by_index = {pair.index: pair for pair in pairs}
-    for index, found in parts.items():
-        _agree(config, index, found, index in by_index, layout)
+    for index in sorted(set[int]().union(*parts.values())):
+        _agree(config, index, _tensors_of(parts, index), index in by_index, layout)
     needs_base = config.use_dora or config.bias != "none"
-    wanted = {i for i, found in parts.items() if found.keys() - _FACTORS}
+    wanted = set[int]().union(*(parts[half] for half in _VECTORS))
     if config.bias == "all":
         wanted = set(range(len(layout.pairs)))
     elif config.bias == "lora_only":
@@ -106,7 +106,7 @@ def plan_affine(
         for index in sorted(wanted)
         if (
             vectors := _vectors(
-                config, index, parts.get(index, {}), by_index.get(index), layout, base
+                config, index, _tensors_of(parts, index), by_index.get(index), layout, base
             )
         )
     ]
@@ -119,6 +119,11 @@ def plan_affine(
             expected=f"an engine with affine=True, which takes {need} bytes more in each slot",
         )
     return tuple(made)
+
+
+def _tensors_of(parts: Mapping[Half, Mapping[int, Placed]], index: int) -> Parts:
+    """The tensors of one place."""
+    return {half: found[index].tensor for half, found in parts.items() if index in found}
 
 
 def _agree(config: PeftConfig, index: int, found: Parts, is_pair: bool, layout: SlotLayout) -> None:
@@ -151,7 +156,7 @@ def _agree(config: PeftConfig, index: int, found: Parts, is_pair: bool, layout: 
             subject=bias.key,
             found=config.bias,
         )
-    for half in ("magnitude", "lora_bias", "bias"):
+    for half in _VECTORS:
         tensor = found.get(half)
         if tensor is not None and tensor.shape != (place.n_out,):
             raise RejectError(

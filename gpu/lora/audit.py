@@ -18,12 +18,14 @@ from .experts import experts_too_wide, named_parameter, no_room, take_apart
 from .fused import split_fused
 from .gdn import fold_parts
 from .keys import (
+    HALVES,
     ExpertsKey,
     Half,
     Key,
     OverlayKey,
     PairKey,
     PartKey,
+    Placed,
     classify,
 )
 from .layout import SlotLayout
@@ -33,6 +35,9 @@ from .safefile import Tensor
 from .targets import check_matched, check_targets
 from .tokens import check_factors
 from .values import check_finite, tensor_peak
+
+_Parts = dict[Half, dict[int, Placed]]
+"""What there is for each pair index, by what it is to its pair."""
 
 MAX_LISTED = 8
 """Offenders named in one refusal; the rest are counted."""
@@ -64,7 +69,7 @@ def audit(
     check_targets(config, layout)
     keys = _classify_all(tensors, layout)
     adapted = check_factors(keys, tensors, config, layout)
-    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]] = {}
+    parts: _Parts = {half: {} for half in HALVES}
     overlays: dict[OverlayKey, Tensor] = {}
     wrapped: dict[ExpertsKey, Tensor] = {}
     split: dict[PartKey, Tensor] = {}
@@ -72,7 +77,7 @@ def audit(
     for key, tensor in zip(keys, tensors, strict=True):
         names.add(key.adapter_name)
         if isinstance(key, PairKey):
-            _put(key, tensor, parts, layout)
+            _put(Placed(key, tensor), parts, layout)
             continue
         if isinstance(key, OverlayKey):
             if any((o.leaf, o.kind) == (key.leaf, key.kind) for o in overlays):
@@ -99,46 +104,30 @@ def audit(
             expected="one adapter name inside the keys",
             found=", ".join(sorted(str(name)[:40] for name in names)),
         )
-    if not parts and not overlays:
+    if not any(parts.values()) and not overlays:
         raise RejectError("the file holds no adapter tensor", code="empty-adapter")
-    factors = {i: found for i, found in parts.items() if found.keys() & {"A", "B"}}
-    uniform = None if config.has_patterns or not factors else (config.r, config.scale("any module"))
-    pairs = [
-        _check_pair(index, factors[index], config, uniform, layout) for index in sorted(factors)
-    ]
-    notes = check_matched(config, factors, layout)
+    places = sorted(parts["A"].keys() | parts["B"].keys())
+    uniform = None if config.has_patterns or not places else (config.r, config.scale("any module"))
+    pairs = [_check_pair(index, parts, config, uniform, layout) for index in places]
+    notes = check_matched(config, parts["A"].values(), layout)
     check_finite(tensors, layout.elem)
     overlay = plan_overlay(config, overlays, layout, base_rows, adapted)
-    vectors = plan_affine(
-        config,
-        {i: {half: tensor for half, (_, tensor) in found.items()} for i, found in parts.items()},
-        pairs,
-        layout,
-        base_rows,
-    )
+    vectors = plan_affine(config, parts, pairs, layout, base_rows)
     _check_effect(pairs, overlay, vectors)
     return Audited(tuple(pairs), overlay, vectors, notes)
 
 
-def _put(
-    place: PairKey,
-    tensor: Tensor,
-    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]],
-    layout: SlotLayout,
-) -> None:
-    found = parts.setdefault(layout.pair_index[place.layer, place.module] + place.expert, {})
-    if place.half in found:
-        raise _duplicate(tensor)
-    found[place.half] = (place, tensor)
+def _put(placed: Placed, parts: _Parts, layout: SlotLayout) -> None:
+    key = placed.key
+    index = layout.pair_index[key.layer, key.module] + key.expert
+    if index in parts[key.half]:
+        raise _duplicate(placed.tensor)
+    parts[key.half][index] = placed
 
 
-def _put_all(
-    places: Sequence[tuple[PairKey, Tensor]],
-    parts: dict[int, dict[Half, tuple[PairKey, Tensor]]],
-    layout: SlotLayout,
-) -> None:
-    for place, tensor in places:
-        _put(place, tensor, parts, layout)
+def _put_all(found: Sequence[Placed], parts: _Parts, layout: SlotLayout) -> None:
+    for placed in found:
+        _put(placed, parts, layout)
 
 
 def _classify_all(tensors: Sequence[Tensor], layout: SlotLayout) -> list[Key]:
@@ -182,25 +171,24 @@ def _duplicate(tensor: Tensor) -> RejectError:
 
 def _check_pair(
     index: int,
-    halves: dict[Half, tuple[PairKey, Tensor]],
+    parts: _Parts,
     config: PeftConfig,
     uniform: tuple[int, float] | None,
     layout: SlotLayout,
 ) -> PairTensors:
     """Both halves there, right shapes, the config's rank. ``uniform``: (rank, scale) of all."""
     place = layout.pairs[index]
-    if "A" not in halves or "B" not in halves:
-        half: Half = "A" if "A" in halves else "B"
-        tensor = halves[half][1]
+    first, second = parts["A"].get(index), parts["B"].get(index)
+    if first is None or second is None:
+        half: Half = "B" if first is None else "A"
         raise RejectError(
             "one factor of a pair is missing",
             code="unpaired-tensor",
-            subject=tensor.key,
+            subject=parts[half][index].tensor.key,
             expected="lora_A and lora_B",
             found=f"lora_{half} only",
         )
-    key, a = halves["A"]
-    other, b = halves["B"]
+    key, a, other, b = first.key, first.tensor, second.key, second.tensor
     if key.module_name != other.module_name:
         raise RejectError(
             "the factors of one pair have different module paths",

@@ -21,13 +21,12 @@ import numpy.typing as npt
 from ...errors import RejectError
 from .config import PeftConfig
 from .dims import EXPERT_MODULES, LoraModule
-from .keys import ExpertsKey, Half, PairKey
+from .keys import ExpertsKey, Half, PairKey, Placed
 from .layout import SlotLayout
 from .pack import file_array
 from .patterns import match_name
 from .safefile import Tensor
 
-Placed = tuple[PairKey, Tensor]
 _VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _SWAPPED_UNTIL: Final = (0, 19, 1)
 """The version of PEFT from which in and out are no longer swapped."""
@@ -207,7 +206,8 @@ def _each(
             part = b[1][expert, row : row + height]
             row += height
             for half, like, values in (("A", a[0], a[1][expert]), ("B", b[0], part)):
-                made.append((_place(key, module, half, name, expert), _tensor(like, values)))
+                place = _place(key, module, half, name, expert)
+                made.append(Placed(place, _tensor(like, values)))
     return made
 
 

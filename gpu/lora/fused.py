@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...errors import RejectError
 from .dims import LoraModule, ModelDims
-from .keys import FusedKey, PairKey
+from .keys import FusedKey, PairKey, Placed
 from .layout import SlotLayout
 from .pack import file_array
 from .safefile import ITEM_BYTES, Tensor
@@ -44,7 +44,7 @@ def grouped_rows(dims: ModelDims) -> Rows:
     }
 
 
-def split_fused(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple[PairKey, Tensor]]:
+def split_fused(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[Placed]:
     """The parts of a fused tensor: A is every module's, the rows of all else are theirs in turn.
 
     Exact: rows of W + s B A depend on the same rows of B alone.
@@ -64,7 +64,7 @@ def split_fused(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple
     if key.half != "A" and key.modules[0] in (LoraModule.IN_PROJ_QKV, LoraModule.IN_PROJ_B):
         order, values = grouped_rows(layout.dims), file_array(tensor)
         parts = [(module, values[order[module]]) for module in key.modules]
-        return [(_place(key, module), _part(tensor, rows)) for module, rows in parts]
+        return [Placed(_place(key, module), _part(tensor, rows)) for module, rows in parts]
     made, begin = [], tensor.begin
     for module, height in zip(key.modules, heights, strict=True):
         part = tensor
@@ -79,7 +79,7 @@ def split_fused(key: FusedKey, tensor: Tensor, layout: SlotLayout) -> list[tuple
                 begin + height * width,
             )
             begin = part.end
-        made.append((_place(key, module), part))
+        made.append(Placed(_place(key, module), part))
     return made
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import RejectError
 from .config import PeftConfig
 from .dims import LoraModule
-from .keys import PairKey, PartKey
+from .keys import PairKey, PartKey, Placed
 from .layout import SlotLayout
 from .pack import file_array
 from .safefile import Tensor
@@ -22,7 +22,7 @@ from .safefile import Tensor
 
 def fold_parts(
     found: Mapping[PartKey, Tensor], config: PeftConfig, layout: SlotLayout
-) -> list[tuple[PairKey, Tensor]]:
+) -> list[Placed]:
     """A pair of in_proj_qkv for each layer that has factors of its parts.
 
     Raises:
@@ -40,7 +40,7 @@ def fold_parts(
 
 def _fold(
     keys: list[PartKey], found: Mapping[PartKey, Tensor], config: PeftConfig, layout: SlotLayout
-) -> list[tuple[PairKey, Tensor]]:
+) -> list[Placed]:
     dims = layout.dims
     keyed, width = dims.gdn_channels - dims.gdn_value, dims.hidden
     heights = (keyed // 2, keyed // 2, dims.gdn_value)
@@ -114,5 +114,6 @@ def _fold(
             parts=tuple(names),
         )
         block = values.view(np.uint8).reshape(-1)
-        made.append((place, Tensor(first.key, first.dtype, values.shape, block, 0, block.size)))
+        tensor = Tensor(first.key, first.dtype, values.shape, block, 0, block.size)
+        made.append(Placed(place, tensor))
     return made

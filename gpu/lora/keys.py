@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
+
+import msgspec
 
 from ...errors import RejectError
 from .dims import TOKEN_MODULES, LoraModule, ModelDims
+from .safefile import Tensor
 
 Half = Literal["A", "B", "magnitude", "lora_bias", "bias"]
 """What a tensor is to its pair: a factor, DoRA's magnitude, the bias of B, or the module's own bias
 as trained."""
+HALVES: Final[tuple[Half, ...]] = get_args(Half)
 PEFT_PREFIX: Final = "base_model.model."
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 _ROOTS: Final = ("model", "language_model")
@@ -40,10 +44,12 @@ PARTS_OF_QKV: Final = {"in_proj_q": 0, "in_proj_k": 1, "in_proj_v": 2}
 _OF_ALL_EXPERTS: Final = ("gate_up_proj", *_EXPERT_LEAVES)
 
 
-@dataclass(frozen=True, slots=True)
-class PairKey:
+class PairKey(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a pair. ``module_name`` is the dotted name PEFT matches targets and patterns
-    on; ``layer`` of a token matrix is the number of layers."""
+    on; ``layer`` of a token matrix is the number of layers.
+
+    In no cycle, as `Placed`: see `Tensor`.
+    """
 
     layer: int
     module: LoraModule
@@ -57,6 +63,13 @@ class PairKey:
     def names(self) -> tuple[str, ...]:
         """Names of the modules its rank is the sum over: its own, or those of its ``parts``."""
         return self.parts or (self.module_name,)
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A tensor of a pair, and what its key says of it."""
+
+    key: PairKey
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ goes: A ``[r, in]`` at the head of its region, row i of B ``[out, r]`` at column
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -31,8 +31,8 @@ _CHUNK = 1 << 15
 """Elements converted at a time: the temporaries stay in the second-level cache."""
 
 
-class PairTensors(msgspec.Struct, frozen=True, eq=False):
-    """An audited pair: its place, both factors, true rank and scale."""
+class PairTensors(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """An audited pair: its place, both factors, true rank and scale. In no cycle: see `Tensor`."""
 
     index: int
     a: Tensor
@@ -142,7 +142,7 @@ def pack_pairs(
     elem = layout.elem
     size = elem.size
     starts = [layout.a_start(pair.index, annex) for pair in pairs]
-    filled = [(pair.index, pair.rank, start) for pair, start in zip(pairs, starts, strict=True)]
+    filled = ((pair.index, pair.rank, start) for pair, start in zip(pairs, starts, strict=True))
     for begin, end in gaps(filled, layout, buffer.size):
         buffer[begin:end] = 0
     slot = buffer.view(elem.numpy)
@@ -166,30 +166,26 @@ def pack_pairs(
 
 
 def gaps(
-    pairs: Sequence[tuple[int, int, int]], layout: SlotLayout, nbytes: int
-) -> list[tuple[int, int]]:
+    pairs: Iterable[tuple[int, int, int]], layout: SlotLayout, nbytes: int
+) -> Iterator[tuple[int, int]]:
     """(begin, end) bytes of an image of ``nbytes`` that no pair fills, to be zeroed. Most adapters
     fill nearly all; clearing costs as much as packing. ``pairs``: index, rank and
     `SlotLayout.a_start` of each.
 
     Rows of B shorter than the stride leave holes, so that whole region is one.
     """
-    size = layout.elem.size
-    filled = []
+    size, begins, ends = layout.elem.size, [nbytes], [0]
     for index, rank, start in pairs:
         place = layout.pairs[index]
-        filled.append((start, rank * place.k_in * size))
+        begins.append(start)
+        ends.append(start + rank * place.k_in * size)
         if rank == place.stride:
             b_start = start + place.stride * place.k_in * size
-            filled.append((b_start, place.n_out * place.stride * size))
-    found, end = [], 0
-    for start, length in sorted(filled):
-        if end < start:
-            found.append((end, start))
-        end = start + length
-    if end < nbytes:
-        found.append((end, nbytes))
-    return found
+            begins.append(b_start)
+            ends.append(b_start + place.n_out * place.stride * size)
+    # What is filled does not overlap: in order, each end is followed by the next begin.
+    runs = zip(sorted(ends), sorted(begins), strict=True)
+    return ((end, begin) for end, begin in runs if end < begin)
 
 
 def _convert_blocks(pairs: Sequence[PairTensors], elem: Elem) -> dict[int, npt.NDArray[np.generic]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -87,7 +87,7 @@ class Recipe:
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """(begin, end) bytes of the image that no pair fills."""
         layout, annex = self.terms.layout, self.image.annex
-        filled = [(pair, rank, layout.a_start(pair, annex)) for pair, rank in self._ranks]
+        filled = ((pair, rank, layout.a_start(pair, annex)) for pair, rank in self._ranks)
         return tuple(gaps(filled, layout, layout.slot_bytes + self.image.annex_bytes))
 
     @cached_property
@@ -98,9 +98,8 @@ class Recipe:
         return np.array(_moves(self), np.int64)
 
     @property
-    def _ranks(self) -> list[list[int]]:
-        ranks: list[list[int]] = self.pairs[:, :2].tolist()
-        return ranks
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        return zip(*self.pairs[:, :2].T.tolist(), strict=True)
 
     @property
     def nbytes(self) -> int:
@@ -265,12 +264,17 @@ def _recipe(
     report: LoadReport,
 ) -> Recipe:
     item = ITEM_BYTES[dtype]
-    places = [(p.index, p.rank, p.a.begin // item, p.b.begin // item) for p in pairs]
+    columns = (
+        [p.index for p in pairs],
+        [p.rank for p in pairs],
+        [p.a.begin // item for p in pairs],
+        [p.b.begin // item for p in pairs],
+    )
     return Recipe(
         terms=terms,
         start=start,
         dtype=dtype,
-        pairs=np.array(places, np.int64),
+        pairs=np.array(columns, np.int64).T,
         image=replace(image, buffer=np.empty(0, np.uint8), digest="", lent=False),
         report=_own(report, {}),
     )

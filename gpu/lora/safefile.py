@@ -9,7 +9,7 @@ Format: https://github.com/huggingface/safetensors (README, "Format").
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -43,8 +43,12 @@ class FileLimits:
     key_chars: int = 1024
 
 
-class Tensor(msgspec.Struct, frozen=True, eq=False):
-    """One tensor: bytes ``begin`` to ``end`` of ``block``, the data part of its file (uint8)."""
+class Tensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One tensor: bytes ``begin`` to ``end`` of ``block``, the data part of its file (uint8).
+
+    Nothing it holds can lead back to it, so the garbage collector need not look at the thousands
+    that a large adapter has (``gc=False``).
+    """
 
     key: str
     dtype: str
@@ -57,6 +61,28 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
     def data(self) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 ``[end - begin]``, a view."""
         return self.block[self.begin : self.end]
+
+
+class Span(
+    msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True, forbid_unknown_fields=True
+):
+    """Offsets of a tensor, in bytes from the start of the data."""
+
+    begin: int
+    end: int
+
+
+class Entry(msgspec.Struct, eq=False, gc=False, forbid_unknown_fields=True):
+    """What a header says of one tensor: of the right form, and otherwise not checked."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: Span
+
+
+_HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY: Final = msgspec.json.Decoder(Entry)
+_METADATA: Final = msgspec.json.Decoder(dict[str, str] | None)
 
 
 def check_sizes(config_bytes: int, file_bytes: int, limits: FileLimits) -> None:
@@ -113,7 +139,10 @@ def _bad(why: str, subject: str = FILE_NAME, **facts: object) -> RejectError:
 
 
 def parse_header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[str, Any], int]:
-    """The header object of a file (uint8 ``[size]``) and where its data starts.
+    """The header of a file (uint8 ``[size]``) and where its data starts.
+
+    Each value is an `Entry`, or what stands there if the header had to be read strictly; that of
+    ``__metadata__`` is a map of strings, ``None`` or, read strictly, what stands there.
 
     Raises:
         RejectError: bad-safetensors, pickle-adapter, duplicate-json-key.
@@ -145,18 +174,39 @@ def parse_header(file: npt.NDArray[np.uint8], limits: FileLimits) -> tuple[dict[
     raw = file[8 : 8 + length].tobytes()
     if raw[:1] != b"{":
         raise _bad("the header does not begin with '{'")
-    header = loads_object(raw, code="bad-safetensors", subject=FILE_NAME, strings=_strings)
+    header = _quickly(raw)
+    if header is None:
+        header = loads_object(raw, code="bad-safetensors", subject=FILE_NAME)
     return header, 8 + length
 
 
-def _strings(header: dict[str, Any]) -> int:
-    """How many strings a header with these keys has, if it is well formed: of an entry its key,
-    those of its three fields, and the dtype; of the metadata, which may be null, its key and its
-    own."""
-    if "__metadata__" not in header:
-        return 5 * len(header)
-    metadata = header["__metadata__"]
-    return 5 * len(header) - 4 + (2 * len(metadata) if isinstance(metadata, dict) else 0)
+def _quickly(raw: bytes) -> dict[str, Any] | None:
+    """The entries of a header, and its metadata, if it is well formed; ``None`` if it needs a
+    closer look.
+
+    Entry by entry, so that a thread that waits for the interpreter gets it in between.
+    """
+    if b"\\" in raw:  # two readers may differ in what they make of an escape
+        return None
+    header: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    try:
+        found = _HEADER.decode(raw)
+        # Of an entry its key, those of its three fields, and the dtype; of the metadata, which may
+        # be null, its key and its own. The text of one with a key that came twice has more.
+        strings = 5 * len(found)
+        if "__metadata__" in found:
+            metadata = header["__metadata__"] = _METADATA.decode(found.pop("__metadata__"))
+            strings += 2 * len(metadata or ()) - 4
+        if raw.count(b'"') != 2 * strings:
+            return None
+        for key, text in found.items():
+            header[key] = entry = _ENTRY.decode(text)
+            shape = entry.shape
+            entry.shape = shapes.setdefault(shape, shape)  # one object: a large adapter has few
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return header
 
 
 def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> list[Tensor]:
@@ -173,8 +223,9 @@ def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> lis
             expected=f"at most {limits.tensors}",
             found=f"more than {allowed}" if allowed < limits.tensors else len(header),
         )
-    entries: list[tuple[int, int, str, str, tuple[int, ...]]] = []
-    for key, entry in header.items():
+    data, tensors = file[start:], list[Tensor]()
+    place, tiled = 0, True
+    for key, found in header.items():
         if len(key) > limits.key_chars:
             raise RejectError(
                 "a tensor key is too long",
@@ -183,37 +234,53 @@ def _parse(file: npt.NDArray[np.uint8], limits: FileLimits, allowed: int) -> lis
                 expected=f"at most {limits.key_chars} characters",
                 found=len(key),
             )
-        begin, end, dtype, shape = _entry(key, entry)
-        entries.append((begin, end, key, dtype, shape))
-    entries.sort()
-    data = file[start:]
-    place, tensors = 0, []
-    for begin, end, key, dtype, shape in entries:
-        if begin != place:
-            raise _bad(
-                "tensors overlap or leave a hole", key, expected=f"start {place}", found=begin
-            )
-        if end > data.nbytes:
-            raise _bad(
-                "a tensor reaches past the end of the file (truncated?)",
-                key,
-                expected=f"at most {data.nbytes}",
-                found=end,
-            )
-        tensors.append(Tensor(key, dtype, shape, data, begin, end))
-        place = end
-    if place != data.nbytes:
-        raise _bad("bytes after the last tensor", expected=place, found=data.nbytes)
+        tensor = _tensor(key, found, data)
+        tensors.append(tensor)
+        tiled = tiled and place == tensor.begin < tensor.end
+        place = tensor.end
+    if not tiled or place != data.nbytes:
+        tensors.sort(key=lambda tensor: (tensor.begin, tensor.end, tensor.key))
+        _check_tiled(tensors, data.nbytes)
     return tensors
 
 
-def _entry(key: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
-    """(begin, end, dtype, shape) of one header entry, checked for itself."""
-    if type(entry) is not dict or len(entry) != 3:
-        raise _bad("an entry is not {dtype, shape, data_offsets}", key)
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(shape) is not list or type(offsets) is not list or type(dtype) is not str:
-        raise _bad("an entry is not {dtype, shape, data_offsets}", key)
+def _check_tiled(tensors: list[Tensor], nbytes: int) -> None:
+    place = 0
+    for tensor in tensors:
+        if tensor.begin != place:
+            raise _bad(
+                "tensors overlap or leave a hole",
+                tensor.key,
+                expected=f"start {place}",
+                found=tensor.begin,
+            )
+        if tensor.end > nbytes:
+            raise _bad(
+                "a tensor reaches past the end of the file (truncated?)",
+                tensor.key,
+                expected=f"at most {nbytes}",
+                found=tensor.end,
+            )
+        place = tensor.end
+    if place != nbytes:
+        raise _bad("bytes after the last tensor", expected=place, found=nbytes)
+
+
+def _fields(key: str, found: object) -> tuple[str, tuple[Any, ...], list[Any]]:
+    """(dtype, shape, offsets) of one header entry, however it was read."""
+    if type(found) is Entry:
+        span = found.data_offsets
+        return found.dtype, found.shape, [span.begin, span.end]
+    if type(found) is dict and len(found) == 3:
+        dtype, shape, offsets = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+        if type(shape) is list and type(offsets) is list and type(dtype) is str:
+            return dtype, tuple(shape), offsets
+    raise _bad("an entry is not {dtype, shape, data_offsets}", key)
+
+
+def _tensor(key: str, found: object, data: npt.NDArray[np.uint8]) -> Tensor:
+    """The tensor of one header entry, checked for itself."""
+    dtype, shape, offsets = _fields(key, found)
     item = ITEM_BYTES.get(dtype)
     if item is None:
         raise RejectError(
@@ -235,4 +302,4 @@ def _entry(key: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
         raise _bad("offsets are not 0 <= begin <= end", key, found=repr(offsets)[:80])
     if end - begin != size:
         raise _bad("shape times dtype is not the length", key, expected=size, found=end - begin)
-    return begin, end, dtype, tuple(shape)
+    return Tensor(key, dtype, shape, data, begin, end)

@@ -1,47 +1,29 @@
 """JSON read strictly: bounded, one value per key, Unicode, no NaN literals, bounded nesting.
 
-What it owns: nothing. Both the adapter config and safetensors headers come through here, so that a
-file two readers could understand differently is refused rather than interpreted.
-
-The standard library's parser says what is right and what is wrong with the rest. A faster one
-comes first where a caller knows how many strings a good object has: it takes nothing that the other
-refuses, and a key that came twice leaves the object with fewer strings than the text.
+What it owns: nothing. The adapter config comes through here, and so does every safetensors header
+with anything unusual in it, so that a file two readers could understand differently is refused
+rather than interpreted. The standard library's parser says what is right, and what is wrong with
+the rest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from ...errors import RejectError
 
 
-def loads_object(
-    raw: bytes,
-    *,
-    code: str,
-    subject: str,
-    constants: bool = False,
-    strings: Callable[[dict[str, Any]], int] | None = None,
-) -> dict[str, Any]:
+def loads_object(raw: bytes, *, code: str, subject: str, constants: bool = False) -> dict[str, Any]:
     """Parse ``raw`` as one JSON object.
 
     ``constants`` lets NaN and Infinity through as floats, for callers that name the field at fault.
-    ``strings``: how many strings, keys and values, an object of the right form has; for callers
-    that refuse one of another form.
 
     Raises:
         RejectError: with ``code`` for anything that is not one strict JSON object;
             ``duplicate-json-key`` when a key occurs twice in one object.
             ``subject`` names the file.
     """
-
-    if strings is not None and (quick := _quickly(raw)) is not None:
-        if raw.count(b'"') == 2 * strings(quick):
-            return quick
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
@@ -83,14 +65,3 @@ def loads_object(
             found=type(value).__name__,
         )
     return value
-
-
-def _quickly(raw: bytes) -> dict[str, Any] | None:
-    """The object, of keys that came twice the last one; ``None`` if it needs a closer look."""
-    if b"\\" in raw:  # then not every quotation mark begins or ends a string
-        return None
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -6,16 +6,16 @@ a pair that the config leaves out, and a target without a pair, are refused by n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from ...errors import RejectError
 from .config import PeftConfig
 from .dims import EXPERT_MODULES, LoraModule
 from .experts import module_names, named_parameter
-from .keys import FUSED, PARTS_OF_QKV, Half, PairKey, fused_parts
+from .keys import FUSED, PARTS_OF_QKV, PairKey, Placed, fused_parts
 from .layout import SlotLayout
 from .patterns import match_name
-from .safefile import Tensor
 from .tokens import TOKEN_LEAVES, check_target, follows_embedding
 
 _EVERY_LEAF: Final = frozenset(m.leaf for m in LoraModule) | {leaf for _, leaf in FUSED}
@@ -78,11 +78,11 @@ def check_targets(config: PeftConfig, layout: SlotLayout) -> None:
 
 
 def check_matched(
-    config: PeftConfig,
-    factors: dict[int, dict[Half, tuple[PairKey, Tensor]]],
-    layout: SlotLayout,
+    config: PeftConfig, factors: Collection[Placed], layout: SlotLayout
 ) -> tuple[str, ...]:
     """Targets, excludes and layers of the config against the pairs that are there; returns notes.
+
+    ``factors``: A of each pair.
 
     Raises:
         RejectError: untargeted-tensor, layers_pattern, unmatched-target.
@@ -91,8 +91,8 @@ def check_matched(
     parameters = config.target_parameters
     layers, matched, notes = config.layers_to_transform, set[str](), list[str]()
     leaf_only = targets is not None and all("." not in t for t in targets)
-    for pair in factors.values():
-        key, tensor = pair["A"]
+    for placed in factors:
+        key, tensor = placed.key, placed.tensor
         if layers is not None and key.layer not in layers:
             raise RejectError(
                 "a tensor of a layer that layers_to_transform leaves out",

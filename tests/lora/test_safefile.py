@@ -131,20 +131,6 @@ def test_duplicate_keys_in_the_header(kit: Any) -> None:
     assert refused(kit.raw_file(escaped, bytes(8))) == "duplicate-json-key"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        b'"dtype":"F16","dtype":"BF16","dtype":"F32","shape":[2],"data_offsets":[0,8]',
-        b'"dtype":"F32","shape":[1],"shape":[3],"shape":[4],"shape":[2],"shape":[2],'
-        b'"data_offsets":[0,8]',
-    ],
-)
-def test_null_metadata_makes_no_room_for_a_key_twice(kit: Any, fields: bytes) -> None:
-    """It has one string where an entry has five: four more would pass for the missing ones."""
-    header = b'{"__metadata__":null,"t":{' + fields + b"}}"
-    assert refused(kit.raw_file(header, bytes(8))) == "duplicate-json-key"
-
-
 @pytest.mark.parametrize("dtype", ["F64", "I64", "F8_E4M3", "BOOL", "f32", "X" * 500])
 def test_dtypes_that_are_not_served(kit: Any, dtype: str) -> None:
     assert refused(kit.raw_file(entry(dtype=dtype), bytes(8))) == "unsupported-dtype"
