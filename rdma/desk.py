@@ -10,44 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from ..errors import (
+    CLASSES,
     CapacityError,
-    CommandError,
-    DeviceError,
     EngineClosedError,
-    InternalError,
-    ModelError,
-    RejectError,
     RequestError,
     RotaError,
     StagingError,
     WireError,
+    class_name,
 )
 from . import messages as m
 from .hashes import choose
 from .layouts import layout_of
 from .region import Region
 from .store import Generation, PackedImage, Store
-
-CLASSES: Final[dict[str, type[RotaError]]] = {
-    "reject": RejectError,
-    "model": ModelError,
-    "request": RequestError,
-    "command": CommandError,
-    "capacity": CapacityError,
-    "staging": StagingError,
-    "device": DeviceError,
-    "closed": EngineClosedError,
-    "wire": WireError,
-    "internal": InternalError,
-}
-"""Names of the error classes on the wire."""
-_NAMES: Final = {cls: name for name, cls in CLASSES.items()}
 
 
 def refusal(error: RotaError) -> m.Refused:
@@ -57,7 +39,7 @@ def refusal(error: RotaError) -> m.Refused:
         return None if text is None else text[:600]
 
     return m.Refused(
-        _NAMES.get(type(error), "internal"),
+        class_name(error),
         error.code[:64],
         error.message[:600],
         short(error.subject),

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from ..errors import (
-    CapacityError,
-    CommandError,
-    DeviceError,
-    EngineClosedError,
-    InternalError,
-    ModelError,
-    RejectError,
-    RequestError,
-    RotaError,
-    StagingError,
-    WireError,
-)
+from ..errors import CLASSES, DeviceError, InternalError, RotaError, class_name
 from .core.events import Failure
-
-_CLASSES: dict[str, type[RotaError]] = {
-    "request": RequestError,
-    "command": CommandError,
-    "capacity": CapacityError,
-    "reject": RejectError,
-    "staging": StagingError,
-    "device": DeviceError,
-    "model": ModelError,
-    "closed": EngineClosedError,
-    "wire": WireError,
-    "internal": InternalError,
-}
-_KINDS = {cls: kind for kind, cls in _CLASSES.items()}
 
 
 def to_failure(error: BaseException) -> Failure:
     """Any exception as data; one that is not rota's own is an ``internal`` failure."""
     if not isinstance(error, RotaError):
         return Failure("internal", "internal", f"{type(error).__name__}: {error}")
-    kind = next((_KINDS[c] for c in type(error).__mro__ if c in _KINDS), "internal")
     return Failure(
-        kind,
+        class_name(error),
         error.code,
         error.message,
         error.subject,
@@ -59,7 +32,7 @@ def of_device(error: BaseException) -> tuple[Failure, bool]:
 
 def to_error(failure: Failure) -> RotaError:
     """The exception a caller gets for a failure."""
-    return _CLASSES.get(failure.kind, InternalError)(
+    return CLASSES.get(failure.kind, InternalError)(
         failure.message,
         code=failure.code,
         subject=failure.subject,

@@ -44,6 +44,17 @@ def blocks_within(config: ModelConfig, dtype: torch.dtype, nbytes: int) -> int:
     return min(nbytes // each, MAX_BLOCKS)
 
 
+def check_blocks(num_blocks: int) -> None:
+    """Refuse a number of blocks that no cache has. Raises DeviceError kv-too-small."""
+    if not 1 <= num_blocks <= MAX_BLOCKS:
+        raise DeviceError(
+            "bad number of KV blocks",
+            code="kv-too-small",
+            expected=f"1..{MAX_BLOCKS}",
+            found=num_blocks,
+        )
+
+
 def spare_bytes(
     device: Device, config: ModelConfig, dtype: torch.dtype, model_bytes: int, sequences: int
 ) -> int:
@@ -76,13 +87,7 @@ class KvCache:
     def __init__(
         self, device: Device, config: ModelConfig, dtype: torch.dtype, num_blocks: int
     ) -> None:
-        if not 1 <= num_blocks <= MAX_BLOCKS:
-            raise DeviceError(
-                "bad number of KV blocks",
-                code="kv-too-small",
-                expected=f"1..{MAX_BLOCKS}",
-                found=num_blocks,
-            )
+        check_blocks(num_blocks)
         if not device.host_addressable:
             raise DeviceError(
                 "the KV cache needs memory the CPU can read",

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import DeviceError
 from ..device import Device
 from ..kernels.rope import BLOCK_TOKENS
 from ..tensors import TensorSpace
 from .config import ModelConfig
-from .kv import MAX_BLOCKS, kv_bytes_per_block
+from .kv import check_blocks, kv_bytes_per_block
 
 
 class TorchKv:
@@ -44,13 +43,7 @@ class TorchKv:
         dtype: torch.dtype,
         num_blocks: int,
     ) -> None:
-        if not 1 <= num_blocks <= MAX_BLOCKS:
-            raise DeviceError(
-                "bad number of KV blocks",
-                code="kv-too-small",
-                expected=f"1..{MAX_BLOCKS}",
-                found=num_blocks,
-            )
+        check_blocks(num_blocks)
         self._device = device
         self.num_blocks = num_blocks
         self.waste_cell = num_blocks * BLOCK_TOKENS

@@ -6,6 +6,8 @@ Nothing in rota, and nothing outside it, should match error text: read ``code``,
 
 from __future__ import annotations
 
+from typing import Final
+
 
 def _sayable(text: str) -> str:
     """``text`` as UTF-8 can carry it: files and file names hold lone surrogates."""
@@ -120,3 +122,24 @@ class InternalError(RotaError):
     """A broken invariant: a bug in rota. Carries the story of the thing that broke."""
 
     default_code = "internal"
+
+
+CLASSES: Final[dict[str, type[RotaError]]] = {
+    "reject": RejectError,
+    "model": ModelError,
+    "request": RequestError,
+    "command": CommandError,
+    "capacity": CapacityError,
+    "staging": StagingError,
+    "device": DeviceError,
+    "closed": EngineClosedError,
+    "wire": WireError,
+    "internal": InternalError,
+}
+"""Every class by the name it has as data: on the wires, in the core."""
+_NAMES: Final = {cls: name for name, cls in CLASSES.items()}
+
+
+def class_name(error: RotaError) -> str:
+    """The name, in `CLASSES`, of the error's class or the nearest one above it."""
+    return next((_NAMES[cls] for cls in type(error).__mro__ if cls in _NAMES), "internal")

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "core_harness", Path(__file__).with_name("harness.py")
-)
-assert _spec is not None and _spec.loader is not None
-harness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(harness)
+from . import harness
 
 
 @pytest.fixture

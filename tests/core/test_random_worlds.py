@@ -5,20 +5,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 
 from rota.sched.core import events as ev
 
-_spec = importlib.util.spec_from_file_location(
-    "core_harness", Path(__file__).with_name("harness.py")
-)
-assert _spec is not None and _spec.loader is not None
-harness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(harness)
+from . import harness
 
 
 def run_world(seed: int, steps: int = 250, recurrent: bool = False) -> harness.World:

@@ -3,9 +3,6 @@ checks every law after each; hypothesis shrinks what fails to a few rules."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -15,13 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
 
-_spec = importlib.util.spec_from_file_location(
-    "core_harness", Path(__file__).with_name("harness.py")
-)
-assert _spec is not None and _spec.loader is not None
-harness = importlib.util.module_from_spec(_spec)
-sys.modules.setdefault("core_harness", harness)
-_spec.loader.exec_module(harness)
+from . import harness
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 CONTENTS = st.sampled_from(["one", "two", "three"])

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from safetensors.torch import load_file, save_file
 
 import rota
 
+from ..cancelling import CancelAt
+from .asking import greedy, ids
+
 pytestmark = pytest.mark.anyio
 
 SMALL: dict[str, Any] = {
@@ -30,16 +33,6 @@ SMALL: dict[str, Any] = {
     "kv_bytes": 1 << 22,
     "use_numba": False,
 }
-
-
-def greedy(n: int = 4) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
-
-
-async def ids(engine: rota.Engine, prompt: list[int], adapter: Any, n: int = 4) -> list[int]:
-    events = [e async for e in engine.generate(prompt, adapter, greedy(n))]
-    assert len({e.adapter_id for e in events}) == 1, "one request, one version"
-    return [e.token_id for e in events if e.token_id is not None]
 
 
 @asynccontextmanager
@@ -59,30 +52,6 @@ async def idle(engine: rota.Engine) -> rota.sched.core.Stats:
             await anyio.lowlevel.checkpoint()
 
 
-class CancelAt:
-    """Awaits a coroutine and cancels ``scope`` at its ``k``-th suspension, exactly."""
-
-    def __init__(self, coro: Any, k: int, scope: anyio.CancelScope) -> None:
-        self.coro, self.k, self.scope, self.seen = coro, k, scope, 0
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        inner = self.coro.__await__()
-        value, error = None, None
-        while True:
-            try:
-                asked = inner.send(value) if error is None else inner.throw(error)
-            except StopIteration as end:
-                return end.value
-            self.seen += 1
-            if self.seen == self.k:
-                self.scope.cancel()
-            value, error = None, None
-            try:
-                value = yield asked
-            except BaseException as raised:  # thrown into the coroutine above
-                error = raised
-
-
 async def every_cancel(make: Callable[[], Awaitable[Any]]) -> int:
     """Run ``make()`` again and again, cancelled at its first, second, ... suspension, until one
     run ends before its turn; how many suspensions there were."""
@@ -92,14 +61,14 @@ async def every_cancel(make: Callable[[], Awaitable[Any]]) -> int:
         with anyio.fail_after(60), anyio.CancelScope() as scope:
             run = CancelAt(make(), k, scope)
             await run
-        if not scope.cancelled_caught and run.seen < k:
+        if not scope.cancelled_caught and run.count < k:
             return k
 
 
 async def test_a_cancel_at_every_await_from_open_to_close(llama: Any) -> None:
     async def life() -> None:
         async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **SMALL) as engine:
-            await ids(engine, llama.prompt("base"), "a")
+            await ids(engine, llama.prompt("base"), "a", 4)
             await engine.replace("a", llama.adapter("rslora_r16_bf16"))
             await engine.unload("a")
 
@@ -116,7 +85,7 @@ async def test_a_cancel_at_every_await_of_one_call_leaves_the_engine_whole(llama
         async def calls() -> None:
             nonlocal turn
             turn += 1
-            await ids(engine, prompt, "a")
+            await ids(engine, prompt, "a", 4)
             await engine.load(f"n{turn}", two)
             await engine.replace("a", two if turn % 2 else one)
             await engine.prefetch(f"p{turn}", one)
@@ -128,7 +97,7 @@ async def test_a_cancel_at_every_await_of_one_call_leaves_the_engine_whole(llama
         await idle(engine)
         await engine.replace("a", two)
         await engine.replace("a", one)
-        assert await ids(engine, prompt, "a", 12) == llama.greedy("attn_mlp_r8")
+        assert await ids(engine, prompt, "a") == llama.greedy("attn_mlp_r8")
 
 
 async def test_entering_in_a_cancelled_scope_ends_and_leaves_nothing(llama: Any) -> None:
@@ -165,13 +134,13 @@ async def test_any_task_may_close_and_the_one_that_entered_frees(llama: Any) -> 
                 async for _ in running:
                     pass
             with pytest.raises(rota.EngineClosedError):
-                await ids(engine, [1], None)
+                await ids(engine, [1], None, 4)
             with pytest.raises(rota.EngineClosedError):
                 await engine.load("a", llama.adapter("attn_mlp_r8"))
             await engine.aclose()
             await engine.aclose()
         async with engine:  # and it can be opened again
-            assert await ids(engine, llama.prompt("base"), None, 12) == llama.greedy("base")
+            assert await ids(engine, llama.prompt("base"), None) == llama.greedy("base")
 
 
 async def test_entering_twice_is_refused_and_the_first_goes_on(llama: Any) -> None:
@@ -179,7 +148,7 @@ async def test_entering_twice_is_refused_and_the_first_goes_on(llama: Any) -> No
         with pytest.raises(rota.CommandError) as caught:
             await engine.__aenter__()
         assert caught.value.code == "already-running"
-        assert await ids(engine, llama.prompt("base"), None, 12) == llama.greedy("base")
+        assert await ids(engine, llama.prompt("base"), None) == llama.greedy("base")
 
 
 async def test_leaving_in_another_task_is_named(llama: Any) -> None:
@@ -290,20 +259,20 @@ async def test_a_directory_that_changes_is_a_new_version_and_a_lost_one_an_error
     async with rota.Engine(llama.model, None, **options) as engine:
         first = await engine.load("a", place)
         await engine.load("b", two)  # takes the only slot
-        other = await ids(engine, prompt, "b", 12)
+        other = await ids(engine, prompt, "b")
         shutil.rmtree(place)
         shutil.copytree(two, place)
-        assert await ids(engine, prompt, "a", 12) == other
+        assert await ids(engine, prompt, "a") == other
         second = next(a for a in engine.stats().adapters if a.name == "a")
         assert second.generation == first.generation + 1, "new content is never the old identity"
         await engine.promote("b")
         shutil.rmtree(place)
         with pytest.raises(rota.StagingError) as gone:
-            await ids(engine, prompt, "a")
+            await ids(engine, prompt, "a", 4)
         assert gone.value.code == "adapter-unreadable"
         shutil.copytree(one, place)
         await engine.promote("a")
-        assert await ids(engine, prompt, "a", 12) == llama.greedy("attn_mlp_r8")
+        assert await ids(engine, prompt, "a") == llama.greedy("attn_mlp_r8")
 
 
 async def test_an_adapter_with_a_nan_is_refused_by_tensor(llama: Any, tmp_path: Path) -> None:
@@ -334,7 +303,7 @@ async def test_tight_limits_change_no_token(llama: Any, tight: dict[str, int]) -
     async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **options) as engine:
 
         async def one(case: str, adapter: str | None) -> None:
-            assert await ids(engine, llama.prompt(case), adapter, 12) == llama.greedy(case)
+            assert await ids(engine, llama.prompt(case), adapter) == llama.greedy(case)
 
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
@@ -349,7 +318,7 @@ def test_thirty_engines_one_after_the_other_in_a_thread_of_their_own(llama: Any)
 
     async def life() -> None:
         async with rota.Engine(llama.model, {"a": llama.adapter("attn_mlp_r8")}, **SMALL) as engine:
-            assert await ids(engine, llama.prompt("base"), None, 12) == llama.greedy("base")
+            assert await ids(engine, llama.prompt("base"), None) == llama.greedy("base")
 
     def lives() -> None:
         for turn in range(30):

@@ -14,6 +14,8 @@ import trio
 
 import rota
 
+from .asking import greedy, ids
+
 pytestmark = pytest.mark.anyio
 
 SMALL: dict[str, Any] = {
@@ -23,18 +25,6 @@ SMALL: dict[str, Any] = {
     "kv_bytes": 1 << 22,
     "use_numba": True,
 }
-
-
-def greedy(n: int = 12) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
-
-
-async def ids(engine: rota.Engine, prompt: list[int], adapter: Any, n: int = 12) -> list[int]:
-    events = [e async for e in engine.generate(prompt, adapter, greedy(n))]
-    assert len({e.adapter_id for e in events}) == 1, "one request, one version"
-    assert [e.finish_reason for e in events][:-1] == [None] * (len(events) - 1)
-    assert events[-1].finish_reason == "length"
-    return [e.token_id for e in events if e.token_id is not None]
 
 
 async def test_base_and_adapters_match_the_oracle_alone_and_mixed(llama: Any) -> None:

@@ -13,6 +13,8 @@ import rota
 from rota.gpu.decorators import OPERATIONS, Fault, FaultyDevice
 from rota.sched import lifecycle
 
+from .asking import ids
+
 pytestmark = pytest.mark.anyio
 
 SMALL: dict[str, Any] = {
@@ -24,12 +26,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-async def ids(engine: rota.Engine, prompt: list[int], adapter: Any, n: int = 4) -> list[int]:
-    params = rota.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
-    events = engine.generate(prompt, adapter, params)
-    return [e.token_id async for e in events if e.token_id is not None]
-
-
 async def test_a_device_that_fails_anywhere_is_named_and_given_back(
     llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -38,7 +34,7 @@ async def test_a_device_that_fails_anywhere_is_named_and_given_back(
     prompt, real = llama.prompt("attn_mlp_r8"), lifecycle.open_device
 
     async with rota.Engine(llama.model, {"one": one, "two": two}, **SMALL) as engine:
-        right = [await ids(engine, prompt, name, 12) for name in ("one", "two")]
+        right = [await ids(engine, prompt, name) for name in ("one", "two")]
     assert right[0] != right[1]
 
     async def story(faults: list[Fault]) -> tuple[FaultyDevice, list[str]]:
@@ -53,7 +49,7 @@ async def test_a_device_that_fails_anywhere_is_named_and_given_back(
         try:
             async with rota.Engine(llama.model, {"a": one}, **SMALL) as engine:
                 for call in (
-                    lambda: ids(engine, prompt, "a"),
+                    lambda: ids(engine, prompt, "a", 4),
                     lambda: engine.replace("a", two),
                     lambda: engine.load("b", one),
                     lambda: engine.unload("b"),
@@ -62,7 +58,7 @@ async def test_a_device_that_fails_anywhere_is_named_and_given_back(
                         await call()
                     except rota.RotaError as error:
                         codes.append(error.code)
-                tokens = await ids(engine, prompt, "a", 12)
+                tokens = await ids(engine, prompt, "a")
                 assert tokens in right, "it goes on, with one version's weights or the other's"
         except rota.DeviceError as error:
             codes.append(error.code)

@@ -10,6 +10,8 @@ import pytest
 import rota
 from rota.errors import CapacityError, CommandError, DeviceError, RejectError
 
+from .asking import greedy, ids
+
 pytestmark = pytest.mark.anyio
 
 SMALL: dict[str, Any] = {
@@ -19,15 +21,6 @@ SMALL: dict[str, Any] = {
     "kv_bytes": 1 << 22,
 }
 R8, R16 = "attn_mlp_r8", "rslora_r16_bf16"
-
-
-def greedy(n: int = 12) -> rota.SamplingParams:
-    return rota.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
-
-
-async def ids(engine: rota.Engine, prompt: list[int], adapter: Any, n: int = 12) -> list[int]:
-    events = [e async for e in engine.generate(prompt, adapter, greedy(n))]
-    return [e.token_id for e in events if e.token_id is not None]
 
 
 async def test_rank_and_slots_grow_and_shrink_while_it_serves(llama: Any) -> None:

@@ -13,20 +13,9 @@ from rota.gpu.model.torch_gdn import BLOCK, StateStep, TorchDeltaNet
 from rota.gpu.model.torch_runner import TorchRunner
 from rota.gpu.tensors import HostSpace
 
-PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
-FP32 = 1e-4
+from .judging import PROMPT, close, placed
+
 SHAPE = GdnShape(key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv=4)
-
-
-def place(bench, case, slot=1):
-    if case == "base":
-        return -1
-    bench.commit(slot, bench.image(case))
-    return slot
-
-
-def close(found, expected):
-    return float((found - expected).abs().max()) < FP32 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -41,7 +30,7 @@ def close(found, expected):
 def test_bf16_errs_as_transformers_does(open_bench, reference, family, case):
     """Experts of bf16 take grouped_mm, those of fp32 do not."""
     bench, ref = open_bench(family, "bfloat16", math="torch"), reference(family)
-    slot, facts = place(bench, case), ref["cases"][case]
+    slot, facts = placed(bench, case), ref["cases"][case]
     exact = ref["tensors"][f"{case}.logits.f32"]
     parts = [bench.step((0, slot, at, [token])) for at, token in enumerate(facts["ids"])]
     found = torch.cat(parts).float()[-len(exact) :]

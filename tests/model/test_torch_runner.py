@@ -22,6 +22,8 @@ from rota.gpu.model.torch_runner import TorchRunner
 from rota.gpu.model.torch_sampling import draw, facts_of
 from rota.gpu.model.torch_step import rows_of_buckets, span_of
 
+from .judging import PROMPT, close, placed
+
 CASES = [
     ("llama", "base"),
     ("llama", "attn_mlp_r8"),
@@ -65,27 +67,14 @@ CUTS = [
     *[("qwen35", cuts) for cuts in ([22], [16, 6], [17, 1, 4])],
     *[("qwen35_moe", cuts) for cuts in ([22], [3, 18, 1])],
 ]
-PROMPT = [44, 54, 99, 14, 50, 102, 37, 66, 50, 6, 5, 38, 7, 34, 85, 23, 4, 30, 20, 22, 62, 49]
-FP32 = 1e-4
 BF16_RMS = 0.07
-
-
-def place(bench, case, slot=1):
-    if case == "base":
-        return -1
-    bench.commit(slot, bench.image(case))
-    return slot
-
-
-def close(found, expected):
-    return float((found - expected).abs().max()) < FP32 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(("family", "case"), CASES + HYBRID_CASES)
 def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, case):
     room = {"max_lora_rank": 64} if case == "r64" else {}
     bench, ref = open_bench(family, math="torch", **room), reference(family)
-    slot, facts = place(bench, case), ref["cases"][case]
+    slot, facts = placed(bench, case), ref["cases"][case]
     expected = ref["tensors"][f"{case}.logits.f32"]
     ids = facts["ids"]
     one_by_one = [bench.step((0, slot, at, [token])) for at, token in enumerate(ids)]
@@ -98,7 +87,7 @@ def test_fp32_agrees_with_transformers_and_peft(open_bench, reference, family, c
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_bf16_agrees_with_transformers_and_peft(open_bench, reference, family, case):
     bench, ref = open_bench(family, "bfloat16", math="torch"), reference(family)
-    slot, facts = place(bench, case), ref["cases"][case]
+    slot, facts = placed(bench, case), ref["cases"][case]
     expected = ref["tensors"][f"{case}.logits.bf16"].float()
     parts = [bench.step((0, slot, at, [token])) for at, token in enumerate(facts["ids"])]
     found = torch.cat(parts).float()[-len(expected) :]
@@ -128,7 +117,7 @@ def test_any_cut_of_a_prompt_beside_anything_agrees_with_the_host(open_bench, fa
     found = []
     for bench in benches:
         for slot, case in zip((0, 2), CUT_CASES[family], strict=True):
-            place(bench, case, slot)
+            placed(bench, case, slot)
         at, logits = 0, None
         for step, size in enumerate(cuts):
             others = [(1, 2, step, [5 + step]), (2, -1, step, [9 + step])]
@@ -181,7 +170,7 @@ def test_plain_drawn_and_host_rows_choose_as_the_host_does(open_bench):
     ]
     answers = []
     for bench in (open_bench("llama"), open_bench("llama", math="torch")):
-        place(bench, "attn_mlp_r8", 0)
+        placed(bench, "attn_mlp_r8", 0)
         fed = [[*PROMPT[: 3 + seq]] for seq in range(len(kinds))]
         done = [0] * len(kinds)
         for seq, kind in enumerate(kinds):

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
-
-import anyio
-import anyio.lowlevel
-import anyio.to_thread
 
 from rota.sched.core import Core, CoreConfig, effects
 from rota.sched.core import events as ev
@@ -18,6 +13,8 @@ from rota.sched.shell import Shell
 from rota.sched.sim import SimExecutor, SimFaults, SimStager, SimThread, token_of
 from rota.sched.sim.device import SimSource
 from rota.sched.streams import Stream
+
+from ..shells import running_shell
 
 STEP_S = 0.02
 
@@ -66,16 +63,8 @@ class Sim:
 @asynccontextmanager
 async def running(faults: SimFaults | None = None, **config: Any) -> AsyncIterator[Sim]:
     sim = Sim(faults, **config)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(sim.thread.run)
-        await tasks.start(partial(sim.shell.run))
-        try:
-            yield sim
-        finally:
-            with anyio.CancelScope(shield=True):
-                sim.shell.close()
-                await sim.shell.closed.wait()
-                sim.thread.stop()
+    async with running_shell(sim.shell, sim.thread):
+        yield sim
     if sim.shell.broken is None:
         assert not sim.executor.open, "sequences left open on the device"
         stats = sim.core.stats()

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import trio.testing
 
 from rota.sched.sim.clock import VirtualLoop
-
-for _name in ("serving", "broken"):
-    _spec = importlib.util.spec_from_file_location(
-        f"sim_{_name}", Path(__file__).with_name(f"{_name}.py")
-    )
-    assert _spec is not None and _spec.loader is not None
-    _module = importlib.util.module_from_spec(_spec)
-    sys.modules[f"sim_{_name}"] = _module
-    _spec.loader.exec_module(_module)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -3,9 +3,8 @@ Every sleep is of virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -20,6 +19,8 @@ from rota.sched.sim.kv import SimKV
 from rota.sched.sim.laws import Ledger
 from rota.sched.sim.rest import at_rest
 from rota.sched.streams import Stream
+
+from ..shells import running_shell
 
 STEP_S = 0.02
 
@@ -108,59 +109,11 @@ def expected(content: str, n: int, prompt: int = 4) -> list[int]:
 async def serving(faults: SimFaults | None = None, **config: Any) -> AsyncIterator[Serving]:
     """A running one; closed, at rest and judged at the end."""
     s = Serving(faults, **config)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(s.thread.run)
-        await tasks.start(partial(s.shell.run))
-        try:
-            yield s
-            await s.rest()
-            held, sources = set(s.stager.images), set(s.shell._sources)
-            at_rest(s.ledger, s.core.stats(), held, sources)
-        finally:
-            with anyio.CancelScope(shield=True):
-                s.shell.close()
-                await s.shell.closed.wait()
-                s.thread.stop()
+    async with running_shell(s.shell, s.thread):
+        yield s
+        await s.rest()
+        held, sources = set(s.stager.images), set(s.shell._sources)
+        at_rest(s.ledger, s.core.stats(), held, sources)
     assert s.shell.broken is None, s.shell.broken
     assert not s.ledger.violations, s.ledger.violations[0]
     assert not s.executor.open and not s.shell._streams and not s.shell._pending
-
-
-class CancelAt:
-    """Await a coroutine and cancel ``scope`` at its ``nth`` suspension (from 1): at that await,
-    and no other. ``count``: suspensions so far."""
-
-    def __init__(self, inner: Awaitable[Any], nth: int, scope: anyio.CancelScope) -> None:
-        self._inner = inner
-        self._nth = nth
-        self._scope = scope
-        self.count = 0
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._inner.__await__()
-        send: Callable[[], Any] = lambda: next(steps)  # noqa: E731  # shorter than its use
-        while True:
-            try:
-                waits_for = send()
-            except StopIteration as stop:
-                return stop.value
-            self.count += 1
-            if self.count == self._nth:
-                self._scope.cancel()
-            try:
-                got = yield waits_for
-            except BaseException as error:  # thrown into the coroutine below
-                caught = error
-                # Called before the next turn of the loop.
-                send = lambda: steps.throw(caught)  # type: ignore[attr-defined]  # noqa: B023, E731
-            else:
-                value = got
-                # Called before the next turn of the loop.
-                send = lambda: steps.send(value)  # type: ignore[attr-defined]  # noqa: B023, E731
-
-
-async def cancelled_at(nth: int, make: Callable[[], Awaitable[Any]]) -> bool:
-    """Whether the coroutine reached its ``nth`` suspension, and was cancelled there."""
-    with anyio.CancelScope() as scope:
-        await CancelAt(make(), nth, scope)
-    return scope.cancel_called

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_broken import leases_taken_away_are_not_missed, must_be_caught
 
 from rota.sched.core import annex, placement
 from rota.sched.core.arena import Arena, Extent
@@ -15,6 +14,8 @@ from rota.sched.core.slots import SlotTable
 from rota.sched.core.state import State
 from rota.sched.core.tables import SlotState
 from rota.sched.sim.scenario import scenario_of
+
+from .broken import leases_taken_away_are_not_missed, must_be_caught
 
 Patch = pytest.MonkeyPatch
 SEEDS = [seed for seed in range(300) if scenario_of(seed).config.arena_bytes]

@@ -7,10 +7,11 @@ from typing import Any
 
 import anyio
 import pytest
-from sim_serving import serving
 
 from rota.sched.core import events as ev
 from rota.sched.worker import Beside
+
+from .serving import serving
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import anyio
 import pytest
-from sim_serving import Serving, cancelled_at, expected, serving
 
 from rota.sched.core import events as ev
+
+from ..cancelling import cancelled_at
+from .serving import Serving, expected, serving
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import anyio
 import pytest
-from sim_serving import cancelled_at
 
 import rota
+
+from ..cancelling import cancelled_at
 
 
 async def _life(root: Path) -> None:

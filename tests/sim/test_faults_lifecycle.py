@@ -11,13 +11,14 @@ from typing import Any
 
 import anyio
 import pytest
-from sim_serving import Serving, expected, serving
 
 from rota.errors import CommandError, RejectError, RequestError, RotaError, StagingError
 from rota.sched.core import adapter_id
 from rota.sched.core import effects as fx
 from rota.sched.core import events as ev
 from rota.sched.sim.device import SimSource
+
+from .serving import Serving, expected, serving
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_broken import must_be_caught
 
 from rota.sched.core import events as ev
 from rota.sched.core import placement, registry, spill
@@ -16,6 +15,8 @@ from rota.sched.core.memory import KvMemory
 from rota.sched.core.prefix import PrefixCache
 from rota.sched.core.state import State
 from rota.sched.core.tables import SeqState
+
+from .broken import must_be_caught
 
 Patch = pytest.MonkeyPatch
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_broken import leases_taken_away_are_not_missed, must_be_caught
 
 from rota.sched.core import adapters, commands, placement, planning, registry, resize, tables
 from rota.sched.core import events as ev
@@ -24,6 +23,8 @@ from rota.sched.core.slots import SlotTable
 from rota.sched.core.state import State
 from rota.sched.core.tables import SlotEvent, SlotState
 from rota.sched.sim.run import report
+
+from .broken import leases_taken_away_are_not_missed, must_be_caught
 
 Patch = pytest.MonkeyPatch
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from sim_broken import must_be_caught
 
 from rota.sched.core import ahead, planning
 from rota.sched.core.effects import Row, fed
 from rota.sched.core.state import State
 from rota.sched.core.tables import SeqState
 from rota.sched.sim.crowd import crowd_of
+
+from .broken import must_be_caught
 
 Patch = pytest.MonkeyPatch
 

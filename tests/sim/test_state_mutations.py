@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from sim_broken import must_be_caught
 
 from rota.sched.core import effects as fx
 from rota.sched.core import planning
@@ -16,6 +15,8 @@ from rota.sched.core.memory import KvMemory
 from rota.sched.core.prefix import Node
 from rota.sched.core.recurrent import Snapshots
 from rota.sched.sim.scenario import scenario_of
+
+from .broken import must_be_caught
 
 Patch = pytest.MonkeyPatch
 KEEP, TAKE = KvMemory.keep, Snapshots.take
