@@ -44,8 +44,8 @@ def settle_process() -> None:
 def settle_heap() -> None:
     """Take what is alive now (modules, weights, tables) out of the garbage collector's rounds.
 
-    A full round over everything torch imports stops every thread for 15 to 25 ms, and staging's
-    many small objects bring rounds about.
+    A full round over everything torch imports stops every thread for 15 to 25 ms, and what a
+    server allocates while it serves brings rounds about.
     """
     gc.collect()
     gc.freeze()

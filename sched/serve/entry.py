@@ -67,7 +67,7 @@ def run_serve(args: argparse.Namespace, console: Console) -> int:
             code="extra-missing",
             subject=error.name,
         ) from error
-    # The process is ours: what staging allocates later must not bring on rounds over all of torch.
+    # The process is ours: no rounds over all of torch later, and a core for the loop at once.
     anyio.run(partial(serve, options, console, ready=settle_process))
     return 0
 
