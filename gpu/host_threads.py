@@ -3,7 +3,8 @@
 Owns nothing. Linux (6.12 and later) takes a *slice* for each thread: one that wakes and asks for
 short ones gets the core at once from one that runs and asks for long ones; otherwise it waits for
 the system's next tick, 4 ms away perhaps. Over time each gets as much as it did before. Asking
-needs no privilege, and never fails: on other systems nothing changes.
+needs no privilege, and never fails: on other systems, and where a filter refuses it, nothing
+changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _RESET_ON_FORK: Final = 1
 
 
 def ask_for_slices(seconds: float, *, inherited: bool = True) -> bool:
-    """The calling thread's slices are to be of so many seconds; False if the system does not do it.
+    """The calling thread's slices are to be of so many seconds; False where it cannot be asked for.
+
+    (Linux before 6.12 takes it and does nothing.)
 
     ``inherited``: threads and processes it starts from now on get them too, as they do its nice
     value; else the usual ones. (Not where its nice value is below 0, which they would lose.)
@@ -38,7 +41,10 @@ def ask_for_slices(seconds: float, *, inherited: bool = True) -> bool:
     numbers = _CALLS.get(platform.machine())
     if numbers is None or sys.platform != "linux":
         return False
-    call = ctypes.CDLL(None).syscall
+    try:
+        call = ctypes.CDLL(None).syscall
+    except (OSError, AttributeError):  # all of it in one file, or a C library without the call
+        return False
     attr = ctypes.create_string_buffer(_ATTR.size)
     if call(numbers[0], 0, attr, _ATTR.size, 0):
         return False

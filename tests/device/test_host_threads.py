@@ -71,6 +71,19 @@ class Refusing:
         return -1 if self._works < 0 else int(LIBRARY.syscall(*args))
 
 
+def missing(name: None) -> object:
+    """A C library that is linked in."""
+    raise OSError("no such library")
+
+
+@pytest.mark.parametrize("library", [missing, lambda name: object()])
+def test_a_c_library_without_the_call_says_no(
+    monkeypatch: pytest.MonkeyPatch, library: Callable[[None], object]
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    assert not ask_for_slices(LONG_S)
+
+
 def test_a_system_without_them_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = usual_s()
     for works in (0, 1):

@@ -21,6 +21,7 @@ class Fabric:
         self.keys: dict[int, Region] = {}
         self.devices: dict[bytes, FakeDevice] = {}
         self.status: dict[int, int] = {}  # how the n-th read of all ends
+        self.flipped: tuple[int, int] | None = None  # of the n-th read, this byte, by one bit
         self.stuck = False  # nothing completes but by fail()
         self.posted = self.most = self.open = self.registrations = 0
         self.refuse_local = self.refuse_remote = self.refuse_pair = False
@@ -83,6 +84,9 @@ class FakePair:
             if not status:
                 ctypes.memmove(local, remote, n)
                 self.fabric.writes.append(local)
+                if self.fabric.flipped is not None and self.fabric.flipped[0] == number:
+                    place = local + self.fabric.flipped[1] % n
+                    ctypes.c_uint8.from_address(place).value ^= 1 << number % 8
             done.append((number, status))
             if status:
                 self.failed = True

@@ -20,6 +20,7 @@ from rota.rdma.client import Peer
 from rota.rdma.hosts import VerbsClient, VerbsPeer
 from rota.rdma.region import Region
 
+from .exchange import refusal
 from .fabric import Fabric, FakeDevice
 
 MIB = 1 << 20
@@ -168,15 +169,17 @@ def test_the_arena_outlives_its_images() -> None:
 # -- the whole way: peer and client over TCP control, memory read by the fabric
 
 
-@pytest.fixture
-def verbs(serve: Any, kit: Any, tmp_path: Path) -> Any:
+@pytest.fixture(params=["authentic", "open"])
+def verbs(request: Any, serve: Any, kit: Any, tmp_path: Path) -> Any:
+    """With a secret and without one: images are checked by another hash."""
     folder = kit.write(tmp_path / "big", kit.large, 100)
     fabric = Fabric()
-    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]))
+    secret = kit.secret if request.param == "authentic" else None
+    running = serve({"big": folder}, verbs=VerbsPeer([FakeDevice(fabric)]), secret=secret)
     client = VerbsClient([FakeDevice(fabric)], 32 * MIB)
 
     def land(**more: Any) -> Any:
-        fields: dict[str, Any] = {"secret": kit.secret, "transport": client} | more
+        fields: dict[str, Any] = {"secret": secret, "transport": client} | more
         return stage(Peer(running.address, "big", **fields), kit.large)
 
     # A bag of what the tests use.
@@ -194,6 +197,16 @@ def test_promotion_by_reads(verbs: Any, packed: Any, rails: int) -> None:
     assert staged.image.buffer.tobytes() == verbs.disk.buffer.tobytes()
     assert verbs.fabric.posted > 4
     assert verbs.peer.counters()["bytes_sent"] - before < 100_000
+
+
+@pytest.mark.parametrize("packed", ["always", "never"])
+@pytest.mark.parametrize("place", [(0, 0), (1, -1), (2, 4096), (4, 0), (4, -1)])
+def test_a_bit_that_a_read_brought_wrong(verbs: Any, packed: Any, place: tuple[int, int]) -> None:
+    """First and last bytes of chunks; the last chunk is a part of one."""
+    verbs.fabric.flipped = place
+    assert refusal(lambda: verbs(packed=packed)).code == "digest-mismatch"
+    verbs.fabric.flipped = None
+    assert verbs(packed=packed).image.buffer.tobytes() == verbs.disk.buffer.tobytes()
 
 
 @pytest.mark.parametrize("packed", ["always", "never"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -111,6 +112,32 @@ def test_without_threads_the_caller_checks_all_when_he_may() -> None:
     assert subject.help() and not subject.help()
     subject.finish()
     assert (gate.by_caller, threads()) == (3, 0)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_who_hashes_gives_up_the_interpreter(name: str) -> None:
+    """Nobody is made to wait for a chunk's digest: the loop least of all."""
+    data, go, ran = image(CHUNK_BYTES), threading.Lock(), list[bool]()
+    go.acquire()
+
+    def other() -> None:
+        with go:
+            ran.append(True)
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(1000)  # now the interpreter goes to those alone to whom it is given up
+    try:
+        go.release()
+        tries = 0
+        while not ran and tries < 3000:
+            KNOWN[name].of(data)
+            tries += 1
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join(30)
 
 
 @pytest.mark.parametrize("bad", [None, 1])
