@@ -14,7 +14,7 @@ import pytest
 
 from rota.gpu.host_threads import LONG_S, SHORT_S, ask_for_slices
 
-from ..slices import slice_s, usual_s
+from ..slices import no_better_than_others, slice_s, usual_s
 
 _T = TypeVar("_T")
 LIBRARY = ctypes.CDLL(None)
@@ -26,28 +26,50 @@ def elsewhere(work: Callable[[], _T]) -> _T:
         return pool.submit(work).result()
 
 
+def nice() -> int:
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 @pytest.mark.parametrize("seconds", [SHORT_S, LONG_S])
 @pytest.mark.parametrize("inherited", [True, False])
 def test_a_thread_asks_for_itself(seconds: float, inherited: bool) -> None:
     usual = usual_s()
 
     def work() -> tuple[bool, float, float]:
+        no_better_than_others()
         return ask_for_slices(seconds, inherited=inherited), slice_s(), elsewhere(slice_s)
 
     assert elsewhere(work) == (True, seconds, seconds if inherited else usual)
     assert slice_s() == usual
 
 
-def test_the_rest_stays_as_it_was() -> None:
+def test_an_urgent_threads_own_threads_stay_urgent() -> None:
+    """They would get their slices back, and lose its nice value with them."""
     usual_s()
 
     def work() -> tuple[bool, int, int]:
-        os.setpriority(os.PRIO_PROCESS, 0, 7)  # of this thread
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        took = ask_for_slices(LONG_S)
-        return took, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, -3)
+        except PermissionError:
+            pytest.skip("the system gives this user no nice value below 0")
+        took = ask_for_slices(SHORT_S, inherited=False)
+        return took, nice(), elsewhere(nice)
 
-    assert elsewhere(work) == (True, 7, os.SCHED_BATCH)
+    assert elsewhere(work) == (True, -3, -3)
+
+
+def test_the_rest_stays_as_it_was() -> None:
+    usual_s()
+
+    wanted = min(nice() + 7, 19)
+
+    def work() -> tuple[bool, int, int]:
+        os.setpriority(os.PRIO_PROCESS, 0, wanted)  # of this thread
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        return ask_for_slices(LONG_S), nice(), os.sched_getscheduler(0)
+
+    assert elsewhere(work) == (True, wanted, os.SCHED_BATCH)
 
 
 def test_other_policies_are_left_alone() -> None:

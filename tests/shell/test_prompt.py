@@ -19,7 +19,7 @@ from rota.gpu.host_threads import LONG_S, SHORT_S
 from rota.sched.prompt import SWITCH_S, prompt_switching, settle_heap, settle_process
 from rota.sched.staging import Stager, staging_threads
 
-from ..slices import slice_s, usual_s
+from ..slices import no_better_than_others, slice_s, usual_s
 
 USUAL = 0.005
 
@@ -69,6 +69,7 @@ def test_a_settled_process_has_short_slices_on_this_thread_alone() -> None:
     usual, before = usual_s(), gc.get_freeze_count()
 
     def work() -> tuple[float, float]:
+        no_better_than_others()
         settle_process()
         with ThreadPoolExecutor(1) as pool:
             return slice_s(), pool.submit(slice_s).result()
