@@ -1,13 +1,12 @@
-"""What the parts of the CUDA device share: the context, tables, rules of capture, and the end.
+"""What the parts of the CUDA device share: the context, calls of the driver, and the end.
 
-What it owns: the retained primary context (the one torch uses too), the handle tables, the one
-active capture, the loaded modules and the lock; `CudaDevice` adds the operations.
+What it owns: the retained primary context (the one torch uses too) and the loaded modules; the
+tables and rules are `device_rules`'; `CudaDevice` adds the operations.
 
 Invariants:
 
-* handles come from one counter and are never reused;
-* the rules of capture are judged here, before the driver is asked, so that they are the same on
-  every driver and on the host; the driver's own refusals break the capture as well;
+* the rules of capture are judged before the driver is asked; its own refusals break the capture as
+  well;
 * a result that destroys the context marks the device dead: every later operation is refused with
   the first cause, give-backs only forget, and `close` still works;
 * `close` gives everything back in order (execs, graphs, events, modules, memory, streams, context)
@@ -16,14 +15,13 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import DeviceError
 from . import host_capture
@@ -31,12 +29,10 @@ from .cuda_errors import driver_error, error_name
 from .cuda_memory import CudaBlock, CudaHeap
 from .cuda_nvrtc import Compiler
 from .cuda_probe import driver_module, why_unavailable
-from .device import Event, Exec, Graph, Stream
+from .device import Stream
+from .device_rules import DeviceRules
 
 log = logging.getLogger("rota.gpu.cuda")
-
-H = TypeVar("H", Stream, Event, Graph, Exec)
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +80,7 @@ class CudaCapture(host_capture.Capture):
             self.held[block.serial] = block
 
 
-class CudaBase:
+class CudaBase(DeviceRules[Held, HeldEvent, HeldGraph, CudaCapture]):
     """State and rules of a CUDA device; see `CudaDevice` for the arguments."""
 
     host_addressable = False
@@ -109,22 +105,14 @@ class CudaBase:
             raise DeviceError(
                 f"no CUDA device can be used: {why}", code="cuda-unavailable", subject="cuda"
             )
+        super().__init__()
         self.checked = checked
         self._timing = timing
         self._driver = driver_module()
         self._heap = CudaHeap(memory_limit)
-        self._lock = threading.RLock()
         self._local = threading.local()
-        self._closed = False
         self._dead: DeviceError | None = None
-        self._handles = itertools.count(1)
-        self._last_handle = 0
-        self._lanes: dict[Stream, Held] = {}
-        self._events: dict[Event, HeldEvent] = {}
-        self._graphs: dict[Graph, HeldGraph] = {}
-        self._execs: dict[Exec, HeldGraph] = {}
         self._modules: dict[str, Any] = {}
-        self._capture: CudaCapture | None = None
         self.name = f"cuda:{ordinal}"
         self._gpu = self._raw("cuDeviceGet", ordinal)
         self._context = self._raw("cuDevicePrimaryCtxRetain", self._gpu)
@@ -205,65 +193,7 @@ class CudaBase:
         self._enter()
         return self._raw(name, *args, subject=subject)
 
-    # Handles and rules
-
-    def _new_handle(self) -> int:
-        self._last_handle = next(self._handles)
-        return self._last_handle
-
-    def _lane(self, stream: Stream) -> Held:
-        lane = self._lanes.get(stream)
-        return lane if lane is not None else self._get(self._lanes, stream)
-
-    def _get(self, table: dict[H, T], handle: H) -> T:
-        entry = table.get(handle)
-        if entry is not None:
-            return entry
-        if self._closed:
-            self._enter()
-        tables = (self._lanes, self._events, self._graphs, self._execs)
-        if 0 < handle <= self._last_handle and not any(handle in other for other in tables):
-            raise DeviceError(
-                "the handle was destroyed", code="destroyed-handle", subject=str(handle)
-            )
-        raise DeviceError("no such handle", code="bad-handle", subject=str(handle))
-
-    def _capture_of(self, stream: Stream) -> CudaCapture | None:
-        """The capture this stream takes part in; raises if an earlier violation broke it."""
-        capture = self._capture
-        if capture is None or stream not in capture.clocks:
-            return None
-        if capture.broken is not None:
-            raise self._invalidated(capture)
-        return capture
-
-    def _safe_call(self, op: str) -> None:
-        """Refuse a call that no capture permits to this thread."""
-        self._enter()
-        capture = self._capture
-        if capture is not None and capture.bans(threading.get_ident()):
-            raise self._violation(op, None, capture)
-
-    def _not_captured(self, stream: Stream, op: str) -> None:
-        capture = self._capture
-        if capture is not None and stream in capture.clocks:
-            raise self._violation(op, self._lane(stream).label, capture)
-
-    def _violation(
-        self, op: str, subject: str | None, capture: host_capture.Capture | None
-    ) -> DeviceError:
-        if capture is not None:
-            capture.broken = capture.broken or op
-        return DeviceError(
-            f"{op} is not permitted by stream capture", code="capture-violation", subject=subject
-        )
-
-    def _invalidated(self, capture: host_capture.Capture) -> DeviceError:
-        return DeviceError(
-            f"the capture was invalidated by: {capture.broken}",
-            code="capture-invalidated",
-            subject=self._lanes[capture.origin].label,
-        )
+    # Giving back
 
     def _drop_driver_capture(self, lane: Held) -> None:
         """End the driver's capture on a stream and destroy what it recorded; never raises."""
@@ -291,9 +221,7 @@ class CudaBase:
     def live_labels(self) -> tuple[str, ...]:
         """Labels of allocations, then of streams, events, graphs and execs; each oldest first."""
         with self._lock:
-            tables = (self._lanes, self._events, self._graphs, self._execs)
-            handles = (entry.label for table in tables for entry in table.values())
-            return (*(block.label for block in self._heap.blocks()), *handles)
+            return (*(block.label for block in self._heap.blocks()), *self._handle_labels())
 
     def close(self) -> None:
         """See `Device.close`.

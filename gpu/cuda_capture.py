@@ -21,13 +21,7 @@ class CudaGraphs(CudaBase):
     def begin_capture(self, stream: Stream, mode: CaptureMode = "thread-local") -> None:
         """See `Device.begin_capture`."""
         with self._lock:
-            lane = self._lane(stream)
-            if mode not in ("global", "thread-local"):
-                raise DeviceError("unknown capture mode", code="bad-argument", found=mode)
-            if self._capture is not None:
-                raise DeviceError(
-                    "a capture is active already", code="capture-violation", subject=lane.label
-                )
+            lane = self._may_begin(stream, mode)
             modes = self._driver.CUstreamCaptureMode
             chosen = (
                 modes.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -40,15 +34,7 @@ class CudaGraphs(CudaBase):
     def end_capture(self, stream: Stream) -> Graph:
         """See `Device.end_capture`. Whatever it raises but capture-violation ends the capture."""
         with self._lock:
-            lane = self._lane(stream)
-            capture = self._capture
-            if capture is None or capture.origin != stream:
-                raise DeviceError(
-                    "this stream began no capture", code="not-capturing", subject=lane.label
-                )
-            if threading.get_ident() != capture.thread:
-                raise self._violation("end_capture by another thread", lane.label, capture)
-            self._capture = None
+            lane, capture = self._may_end(stream)
             if capture.broken is not None:
                 self._drop_driver_capture(lane)
                 raise self._invalidated(capture)
@@ -58,12 +44,7 @@ class CudaGraphs(CudaBase):
             except DeviceError as error:
                 self._drop_driver_capture(lane)
                 if left is not None and error.code == "capture-unjoined":
-                    error = DeviceError(
-                        "a stream joined the capture and was not joined back",
-                        code="capture-unjoined",
-                        subject=self._lanes[left].label if left in self._lanes else str(left),
-                        found=error.found,
-                    )
+                    error = self._unjoined(left, error.found)
                 raise error from None
             graph = Graph(self._new_handle())
             self._graphs[graph] = HeldGraph(f"graph {graph}", raw, tuple(capture.held.values()))

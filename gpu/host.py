@@ -18,7 +18,6 @@ guards the tables; serving copies and kernels run outside it.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +84,7 @@ class HostDevice(HostBase):
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes, total being the limit."""
-        self._open()
+        self._enter()
         return self._heap.limit - self._heap.used, self._heap.limit
 
     def memset(self, addr: int, byte: int, nbytes: int, stream: Stream) -> None:
@@ -127,6 +126,7 @@ class HostDevice(HostBase):
     def create_stream(self, *, label: str = "") -> Stream:
         """See `Device.create_stream`."""
         with self._lock:
+            self._enter()
             handle = Stream(self._new_handle())
             self._lanes[handle] = Lane(label or f"stream {handle}")
         return handle
@@ -164,6 +164,7 @@ class HostDevice(HostBase):
     def create_event(self, *, label: str = "") -> Event:
         """See `Device.create_event`."""
         with self._lock:
+            self._enter()
             handle = Event(self._new_handle())
             self._events[handle] = EventState(label or f"event {handle}")
         return handle
@@ -266,37 +267,18 @@ class HostDevice(HostBase):
     def begin_capture(self, stream: Stream, mode: CaptureMode = "thread-local") -> None:
         """See `Device.begin_capture`."""
         with self._lock:
-            lane = self._lane(stream)
-            if mode not in ("global", "thread-local"):
-                raise DeviceError("unknown capture mode", code="bad-argument", found=mode)
-            if self._capture is not None:
-                raise DeviceError(
-                    "a capture is active already", code="capture-violation", subject=lane.label
-                )
+            self._may_begin(stream, mode)
             self._capture = Capture(stream, mode)
 
     def end_capture(self, stream: Stream) -> Graph:
         """See `Device.end_capture`."""
         with self._lock:
-            lane = self._lane(stream)
-            capture = self._capture
-            if capture is None or capture.origin != stream:
-                raise DeviceError(
-                    "this stream began no capture", code="not-capturing", subject=lane.label
-                )
-            if threading.get_ident() != capture.thread:
-                raise self._violation("end_capture by another thread", lane.label, capture)
-            self._capture = None
+            _, capture = self._may_end(stream)
             if capture.broken is not None:
                 raise self._invalidated(capture)
             left = capture.unjoined()
             if left is not None:
-                label = self._lanes[left].label if left in self._lanes else f"stream {left}"
-                raise DeviceError(
-                    "a stream joined the capture and was not joined back",
-                    code="capture-unjoined",
-                    subject=label,
-                )
+                raise self._unjoined(left)
             handle = Graph(self._new_handle())
             self._graphs[handle] = HostGraph(
                 f"graph {handle}", tuple(capture.nodes), tuple(capture.blocks.values())

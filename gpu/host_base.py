@@ -1,32 +1,24 @@
-"""What the parts of the host device share: tables, handle look-up, capture rules, and the end.
+"""What the parts of the host device share: how work is submitted, and the end.
 
-What it owns: the heap, the handle tables, the one active capture and the lock; `HostDevice` adds
-the operations.
-
-Invariants: handles come from one counter and are never reused; a capture is broken at the first
-violation and stays broken; `close` empties every table whatever fails on the way.
+What it owns: the heap; the tables and rules are `device_rules`'; `HostDevice` adds the operations.
+Invariant: `close` empties every table whatever fails on the way.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
-from typing import TypeVar
 
 from ..errors import DeviceError
-from .device import Event, Exec, Graph, Stream
+from .device import Event, Stream
+from .device_rules import DeviceRules
 from .host_capture import Capture, HostGraph, Node
 from .host_memory import QUARANTINE_BYTES, Heap, available_memory
 from .host_streams import EventState, Lane, drain, enqueue
 
 log = logging.getLogger("rota.gpu.host")
 
-H = TypeVar("H", Stream, Event, Graph, Exec)
-T = TypeVar("T")
 
-
-class HostBase:
+class HostBase(DeviceRules[Lane, EventState, HostGraph, Capture]):
     """State and rules of a host device; see `HostDevice` for the arguments."""
 
     name = "host"
@@ -43,28 +35,18 @@ class HostBase:
         limit = available_memory() if memory_limit is None else memory_limit
         if limit <= 0:
             raise DeviceError("bad memory limit", code="bad-argument", expected="> 0", found=limit)
+        super().__init__()
         self.checked = checked
         self._direct = not checked
         self._allow_foreign = allow_foreign
         self._heap = Heap(limit, checked=checked, quarantine_bytes=quarantine_bytes)
-        self._lock = threading.RLock()
-        self._closed = False
-        self._handles = itertools.count(1)
-        self._last_handle = 0
-        self._lanes: dict[Stream, Lane] = {}
-        self._events: dict[Event, EventState] = {}
-        self._graphs: dict[Graph, HostGraph] = {}
-        self._execs: dict[Exec, HostGraph] = {}
-        self._capture: Capture | None = None
 
     # Life time
 
     def live_labels(self) -> tuple[str, ...]:
         """Labels of allocations, then of streams, events, graphs and execs; each oldest first."""
         with self._lock:
-            tables = (self._lanes, self._events, self._graphs, self._execs)
-            handles = (entry.label for table in tables for entry in table.values())
-            return (*self._heap.labels(), *handles)
+            return (*self._heap.labels(), *self._handle_labels())
 
     def close(self) -> None:
         """See `Device.close`.
@@ -105,31 +87,9 @@ class HostBase:
 
     # Shared rules
 
-    def _open(self) -> None:
+    def _enter(self) -> None:
         if self._closed:
             raise DeviceError("the device is closed", code="device-closed", subject=self.name)
-
-    def _new_handle(self) -> int:
-        self._open()
-        self._last_handle = next(self._handles)
-        return self._last_handle
-
-    def _lane(self, stream: Stream) -> Lane:
-        lane = self._lanes.get(stream)
-        return lane if lane is not None else self._get(self._lanes, stream)
-
-    def _get(self, table: dict[H, T], handle: H) -> T:
-        entry = table.get(handle)
-        if entry is not None:
-            return entry
-        self._open()
-        tables = (self._lanes, self._events, self._graphs, self._execs)
-        of_other_kind = any(handle in other for other in tables)
-        if 0 < handle <= self._last_handle and not of_other_kind:
-            raise DeviceError(
-                "the handle was destroyed", code="destroyed-handle", subject=str(handle)
-            )
-        raise DeviceError("no such handle", code="bad-handle", subject=str(handle))
 
     def _submit(self, node: Node, stream: Stream) -> None:
         """Run, queue or capture one piece of work."""
@@ -166,27 +126,6 @@ class HostBase:
                 )
         return True
 
-    def _capture_of(self, stream: Stream) -> Capture | None:
-        """The capture this stream takes part in; raises if an earlier violation broke it."""
-        capture = self._capture
-        if capture is None or stream not in capture.clocks:
-            return None
-        if capture.broken is not None:
-            raise self._invalidated(capture)
-        return capture
-
-    def _safe_call(self, op: str) -> None:
-        """Refuse a call that no capture permits to this thread."""
-        self._open()
-        capture = self._capture
-        if capture is not None and capture.bans(threading.get_ident()):
-            raise self._violation(op, None, capture)
-
-    def _not_captured(self, stream: Stream, op: str) -> None:
-        capture = self._capture
-        if capture is not None and stream in capture.clocks:
-            raise self._violation(op, self._lane(stream).label, capture)
-
     def _outside_event(self, event: Event, op: str) -> EventState:
         state = self._get(self._events, event)
         if state.capture is not None:
@@ -198,17 +137,3 @@ class HostBase:
     def _drain_event(self, state: EventState) -> None:
         if state.lane is not None:
             drain(state.lane, state.place, self._heap)
-
-    def _violation(self, op: str, subject: str | None, capture: Capture | None) -> DeviceError:
-        if capture is not None:
-            capture.broken = capture.broken or op
-        return DeviceError(
-            f"{op} is not permitted by stream capture", code="capture-violation", subject=subject
-        )
-
-    def _invalidated(self, capture: Capture) -> DeviceError:
-        return DeviceError(
-            f"the capture was invalidated by: {capture.broken}",
-            code="capture-invalidated",
-            subject=self._lanes[capture.origin].label,
-        )
