@@ -26,7 +26,7 @@ from ..errors import (
     class_name,
 )
 from . import messages as m
-from .hashes import choose
+from .hashes import KNOWN, choose, told_digest
 from .layouts import layout_of
 from .region import Region
 from .store import Generation, PackedImage, Store
@@ -211,7 +211,7 @@ class Desk:
         told = packed.told.get(name)
         if told is None:
             image = packed.image
-            told = packed.told[name] = m.Packed(
+            told = m.Packed(
                 generation.digest,
                 image.fingerprint,
                 image.nbytes,
@@ -225,6 +225,10 @@ class Desk:
                 packed.report,
                 None,
             )
+            if KNOWN[name].told:
+                chunks = told.chunks + told_digest(told)
+                told = msgspec.structs.replace(told, chunks=chunks)
+            packed.told[name] = told
         region = self._region(packed.region)
         return told if region is None else msgspec.structs.replace(told, region=region)
 

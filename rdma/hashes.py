@@ -3,25 +3,22 @@
 With a secret the digests are authentic, and so are bytes that match them, if nobody can make others
 that do: BLAKE3, else SHA-256. Without one whoever can change bytes on the way can change their
 digests too, and what is left to find is accidents: there XXH3-128 does as well and takes an eighth
-of the time, too little to hold up receiving. The only file that imports `blake3` and `xxhash`.
-Owns nothing.
+of the time, too little to hold up receiving. Nor do tags cover what is said of an image there: one
+more digest does. The only file that imports `blake3` and `xxhash`. Owns nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import WireError
-from .messages import CHUNK_BYTES
-
-SHA256: Final = "sha256"
-"""Every end has this one."""
+from .messages import CHUNK_BYTES, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +30,16 @@ class Hash:
         digest_bytes: length of a digest.
         sure: nobody can make other bytes with the same digest.
         quick: takes less time than waking a thread to do it.
+        slow: one thread does not keep up with a connection.
+        told: behind the digests of the chunks there is one of what is said of the image.
     """
 
     of: Callable[[npt.NDArray[np.uint8]], bytes]
     digest_bytes: int = 32
     sure: bool = True
     quick: bool = False
+    slow: bool = False
+    told: bool = False
 
 
 def _sha256(data: npt.NDArray[np.uint8]) -> bytes:
@@ -47,6 +48,7 @@ def _sha256(data: npt.NDArray[np.uint8]) -> bytes:
 
 def _known() -> dict[str, Hash]:
     found: dict[str, Hash] = {}
+    sure: dict[str, Hash] = {}
     try:
         from xxhash import xxh3_128_digest
     except ImportError:
@@ -56,7 +58,7 @@ def _known() -> dict[str, Hash]:
         def quick(data: npt.NDArray[np.uint8]) -> bytes:
             return bytes(xxh3_128_digest(data.data))
 
-        found["xxh3-128"] = Hash(quick, 16, sure=False, quick=True)
+        found["xxh3-128"] = Hash(quick, 16, sure=False, quick=True, told=True)
     try:
         from blake3 import blake3
     except ImportError:
@@ -66,17 +68,20 @@ def _known() -> dict[str, Hash]:
         def fast(data: npt.NDArray[np.uint8]) -> bytes:
             return bytes(blake3(data.data).digest())
 
-        found["blake3"] = Hash(fast)
-    return found | {SHA256: Hash(_sha256)}
+        sure["blake3"] = Hash(fast)
+    sure["sha256"] = Hash(_sha256, slow=True)
+    return found | {f"{n}-told": replace(one, told=True) for n, one in sure.items()} | sure
 
 
 KNOWN: Final = _known()
-"""By name, the fastest first."""
+"""By name; first those that cover what is said of an image, then the fastest first. Every end has
+SHA-256."""
 
 
 def offered(*, sure: bool) -> list[str]:
-    """The names of all this end has, or of the sure ones, the fastest first."""
-    return [name for name, one in KNOWN.items() if one.sure or not sure]
+    """The names of those this end may use, the one it likes best first: all it has, or where
+    everything said is authentic, the sure ones."""
+    return [name for name, one in KNOWN.items() if not sure or (one.sure and not one.told)]
 
 
 def choose(names: Sequence[str], *, sure: bool) -> str:
@@ -103,3 +108,12 @@ def chunk_digests(image: npt.NDArray[np.uint8], name: str) -> bytes:
         KNOWN[name].of(image[start : start + CHUNK_BYTES])
         for start in range(0, image.nbytes, CHUNK_BYTES)
     )
+
+
+def told_digest(packed: Packed) -> bytes:
+    """By its hash, the digest of what ``packed`` says of an image: what a slot is given beside its
+    bytes, and the digests of its chunks."""
+    numbers = np.array((packed.nbytes, packed.embed_rows, packed.head_rows), "<u8")
+    facts = (packed.digest.encode(), packed.fingerprint.encode(), numbers.tobytes())
+    text = b"".join((*facts, packed.ranks, packed.scales, packed.affine, packed.chunks))
+    return KNOWN[packed.hash].of(np.frombuffer(text, np.uint8))

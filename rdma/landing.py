@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CapacityError, RejectError
+from ..errors import CapacityError, RejectError, WireError
 from ..gpu.lora import safefile
 from ..gpu.lora.buffers import blank
 from ..gpu.lora.config import parse_config
@@ -26,7 +26,7 @@ from ..gpu.lora.pack import reuse_buffer
 from ..gpu.lora.stage import Held, StagedAdapter, StageLimits
 from ..gpu.lora.targets import check_targets
 from . import messages as m
-from .hashes import KNOWN, SHA256, offered
+from .hashes import KNOWN, offered
 from .layouts import check_packed, layout_spec
 from .link import Spare
 from .pool import Session
@@ -59,9 +59,16 @@ class Wanted:
 
 
 def checked(manifest: m.Message, adapter: str, limits: safefile.FileLimits) -> m.Manifest:
-    """The manifest, within the limits. Raises RejectError config-too-large, file-too-large,
-    bad-index."""
+    """The adapter's manifest, within the limits. Raises RejectError config-too-large,
+    file-too-large, bad-index; WireError wire-unexpected."""
     assert isinstance(manifest, m.Manifest)
+    if manifest.adapter != adapter:
+        raise WireError(
+            "the peer opened another adapter than was asked for",
+            code="wire-unexpected",
+            expected=adapter,
+            found=manifest.adapter,
+        )
     safefile.check_sizes(len(manifest.config), sum(manifest.shards), limits)
     if len(manifest.shards) > limits.shards:
         raise RejectError(
@@ -286,13 +293,13 @@ class ImageLanding:
     def _verify(self, target: npt.NDArray[np.uint8]) -> ChunkVerifier:
         if self._verifier is None:
             assert self._packed is not None
-            name, digests = self._packed.hash, self._packed.chunks
+            hash_, digests = KNOWN[self._packed.hash], self._packed.chunks
             threads, lent, nbytes = 2, None, target.nbytes
-            if name != SHA256 and self._session.rails is None:
+            if not hash_.slow and self._session.rails is None:
                 # A fast hash keeps up with a connection, and the peer may want a core as well.
                 lent = self._session.beside() if nbytes > _SMALL_BYTES else None
                 threads = 0 if lent is None and nbytes <= _ALONE_BYTES else 1
-            self._verifier = ChunkVerifier(target, digests, KNOWN[name], threads, lent)
+            self._verifier = ChunkVerifier(target, digests, hash_, threads, lent)
         return self._verifier
 
     def close(self) -> None:

@@ -9,16 +9,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
-from ..errors import ModelError, RequestError, WireError
+from ..errors import ModelError, RequestError, StagingError, WireError
 from ..gpu.lora.annex import check_annex
 from ..gpu.lora.dims import ModelDims
 from ..gpu.lora.image import SlotImage
 from ..gpu.lora.layout import Elem, SlotLayout
 from ..gpu.lora.source import RawAdapter
 from ..gpu.lora.stage import laid_out
-from .hashes import KNOWN
+from .hashes import KNOWN, told_digest
 from .messages import CHUNK_BYTES, LayoutSpec, Packed
 
 MAX_LAYERS: Final = 1024
@@ -126,6 +127,7 @@ def check_packed(
 
     Raises:
         WireError: packed-mismatch.
+        StagingError: digest-mismatch, of what is said.
         RejectError: annex-exceeds-arena.
     """
     pairs = len(layout.pairs)
@@ -156,13 +158,30 @@ def check_packed(
         head_rows=packed.head_rows,
         affine=tuple(map(bool, packed.affine)),
     )
-    nbytes = layout.slot_bytes + facts.annex_bytes
+    nbytes, hash_ = layout.slot_bytes + facts.annex_bytes, KNOWN[packed.hash]
+    count = -(-nbytes // CHUNK_BYTES)
     _agree(
         ("nbytes", nbytes, packed.nbytes),
-        ("chunks", KNOWN[packed.hash].digest_bytes * -(-nbytes // CHUNK_BYTES), len(packed.chunks)),
+        ("chunks", hash_.digest_bytes * (count + hash_.told), len(packed.chunks)),
     )
+    if hash_.told:
+        _check_told(packed, hash_.digest_bytes * count)
     check_annex(facts.annex_bytes, annex_bytes)
     return facts
+
+
+def _check_told(packed: Packed, end: int) -> None:
+    """What is said against the digest of it, which is behind the ``end`` bytes of the chunks'."""
+    chunks, wanted = packed.chunks[:end], packed.chunks[end:]
+    found = told_digest(msgspec.structs.replace(packed, chunks=chunks))
+    if found != wanted:
+        raise StagingError(
+            "what the peer says of its image is not what it meant",
+            code="digest-mismatch",
+            subject="image",
+            expected=wanted.hex(),
+            found=found.hex(),
+        )
 
 
 def _agree(*facts: tuple[str, object, object]) -> None:

@@ -137,8 +137,9 @@ class Pack(Message, frozen=True):
 
 
 class Packed(Message, frozen=True):
-    """Server: a packed image. ``chunks``: the digest by ``hash`` of each `CHUNK_BYTES` of it,
-    joined; ``hash`` is one of those the client named.
+    """Server: a packed image. ``chunks``: the digest by ``hash`` of each `CHUNK_BYTES` of it, and
+    by some of one thing more (`hashes.told_digest`), joined; ``hash`` is one of those the client
+    named.
 
     ``scales``: float32 little endian per pair; ``ranks``: u16 little endian per pair; ``affine``: a
     byte per pair, 1 where it has a factor and an offset, or nothing for a layout without.
