@@ -38,9 +38,9 @@ from rota.gpu.cuda import CudaDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.layout import Elem, SlotLayout
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.params import SamplingParams
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.torch_runner import TorchRunner
 

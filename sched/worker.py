@@ -23,27 +23,6 @@ from ..errors import InternalError, RotaError
 _log = logging.getLogger("rota.sched.worker")
 
 
-class RowLike(Protocol):
-    """What an executor reads of a row (see ``core.effects.Row``)."""
-
-    @property
-    def seq(self) -> int: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def blocks(self) -> Sequence[int]: ...
-    @property
-    def sample(self) -> bool: ...
-    @property
-    def load(self) -> int: ...
-    @property
-    def save(self) -> int: ...
-
-
 class OutputLike(Protocol):
     """What an executor answers for a row; ``token`` -1 if the row did not sample."""
 

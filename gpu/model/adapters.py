@@ -25,8 +25,8 @@ from ..lora.dims import TOKEN_MODULES, LoraModule
 from ..lora.image import SlotImage
 from ..lora.layout import SlotLayout, affine_step
 from ..lora.pool import LoraPool
-from .batch import RowLike
 from .groups import Affine, Delta, DeltaThenAffine, GroupMaker, LateVectors
+from .rows import RowLike
 from .token_matrices import TokenMatrices
 
 GROUPS: Final = (

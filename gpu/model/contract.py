@@ -17,7 +17,8 @@ import torch
 
 from ...errors import DeviceError, InternalError, RotaError
 from ..lora.pool import LoraPool
-from .batch import RowLike, RowOutput, StepBatch
+from .batch import StepBatch
+from .rows import RowLike, RowOutput
 from .sampling import Choice, Sampler, SamplingParams
 
 MAX_OPEN: Final = 1 << 16

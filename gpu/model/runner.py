@@ -23,7 +23,7 @@ from ..kernels.rope import BLOCK_TOKENS
 from ..lora.annex import Resident
 from .adapters import Adapters, slots_of
 from .base_rows import BaseMatrices
-from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
+from .batch import Limits, StepBatch
 from .config import ModelConfig, load_config
 from .contract import (
     RunnerInfo,
@@ -35,6 +35,7 @@ from .families import HostModel, HostWeights, bind, read
 from .kv import KvCache
 from .linears import BaseLinears
 from .options import RunnerOptions
+from .rows import RowInput, RowLike, RowOutput
 from .runner_base import RunnerBase
 from .sampling import Choice, RowSampler, Sampler
 from .spill import HostCopies, SpillStore

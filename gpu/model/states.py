@@ -26,8 +26,8 @@ from ..device import Device
 from ..kernels.gdn import GdnShape, StateRows
 from ..kernels.rope import BLOCK_TOKENS
 from ..tensors import HostSpace, TensorSpace
-from .batch import RowLike
 from .config import ModelConfig
+from .rows import RowLike
 
 MAX_PLACES: Final = 1 << 14
 

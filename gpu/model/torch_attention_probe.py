@@ -24,7 +24,7 @@ import torch
 from ...errors import DeviceError
 from ..graphs import GraphCache, GraphKey
 from ..kernels.rope import BLOCK_TOKENS
-from .batch import RowInput
+from .rows import RowInput
 from .torch_attention import Attention, AttentionSpec, TorchAttention
 from .torch_rows import HostRows, MixedRows, StepRows
 

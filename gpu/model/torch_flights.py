@@ -20,7 +20,7 @@ from ...errors import DeviceError, RotaError
 from ..device import Device, Event, Stream
 from ..tensors import TensorSpace
 from .adapters import Adapters, slots_of
-from .batch import RowLike, RowOutput, StepBatch
+from .batch import StepBatch
 from .contract import (
     LogitsSink,
     OpenSequences,
@@ -29,6 +29,7 @@ from .contract import (
     not_open,
     nothing_fed,
 )
+from .rows import RowLike, RowOutput
 from .sampling import Choice, Sampler
 from .states import StateArena
 from .torch_batch import TWINS

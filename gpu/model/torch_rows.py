@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..kernels.rope import BLOCK_TOKENS
-from .batch import RowLike
+from .rows import RowLike
 from .torch_gdn import StateStep
 
 

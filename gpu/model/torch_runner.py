@@ -31,11 +31,12 @@ from ..lora.image import SlotImage
 from ..tensors import TensorSpace, open_space
 from .adapters import Adapters
 from .base_rows import BaseMatrices
-from .batch import Limits, RowInput, RowLike, RowOutput, StepBatch
+from .batch import Limits, StepBatch
 from .config import ModelConfig, load_config
 from .contract import named_failure
 from .linears import BaseLinears
 from .options import RunnerOptions
+from .rows import RowInput, RowLike, RowOutput
 from .runner_base import RunnerBase
 from .spill import SpillStore
 from .states import StateArena, snapshots_within

@@ -22,8 +22,9 @@ from ..kernels.rope import BLOCK_TOKENS
 from ..lora.image import SlotImage
 from ..tensors import TensorSpace
 from .adapters import Adapters, LayerPlan
-from .batch import RowLike, StepBatch
+from .batch import StepBatch
 from .config import ModelConfig
+from .rows import RowLike
 from .states import StateArena
 from .token_matrices import TokenMatrices
 from .torch_attention import Attention

@@ -18,8 +18,9 @@ import msgspec
 
 from ...errors import DeviceError, InternalError, RejectError, RotaError, StagingError
 from ...gpu.lora.annex import Resident, check_residents
+from ...gpu.model.rows import RowLike
 from ..staging import StageOutcome
-from ..worker import Done, Relaid, RowLike
+from ..worker import Done, Relaid
 from .kv import SimKV
 from .states import SimStates
 

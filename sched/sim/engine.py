@@ -25,12 +25,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ...errors import EngineClosedError, RejectError, RequestError
 from ...gpu.lora.safefile import FileLimits
-from ...gpu.lora.source import AdapterSource, BytesSource, DirectorySource, RawAdapter
+from ...gpu.lora.source import AdapterSource, RawAdapter
 from ...gpu.model.params import SamplingParams
-from ..arguments import known_source
+from ..adapter_commands import AdapterCommands
 from ..core import Core, CoreConfig, Stats
 from ..core import events as ev
-from ..face import DEFAULT, AdapterReply, Default, Source
+from ..face import DEFAULT, Default, Source
 from ..generation import Generation
 from ..seen import StagedReport
 from ..shell import Shell
@@ -118,7 +118,7 @@ class _Executor(SimExecutor):
         return SimOutput(output.seq, token, -0.5, top)
 
 
-class SimEngine:
+class SimEngine(AdapterCommands):
     """See the module. ``gate``: staging waits until it is set (a test holds a load back)."""
 
     def __init__(
@@ -197,6 +197,9 @@ class SimEngine:
             SimImage(raw.digest(), 1000, layout=self.executor.max_rank), None, raw.digest()
         )
 
+    def _serving(self) -> tuple[Shell, Core]:
+        return self._live(), self.core
+
     def _live(self) -> Shell:
         if self._shell is None:
             raise EngineClosedError("the engine is not running")
@@ -247,69 +250,6 @@ class SimEngine:
         text = self._chat.render(messages)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Load(i, name, _id(s, source), pin))
-
-    async def register(self, name: str, source: Source) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Register(i, name, _id(s, source)))
-
-    async def replace(self, name: str, source: Source) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Replace(i, name, _id(s, source)))
-
-    async def promote(self, name: str, source: Source | None = None) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Promote(i, name, _maybe(s, source)))
-
-    async def swap(self, name: str, source: Source | None, slot: int) -> AdapterReply:
-        if source is not None:
-            return await self._command(lambda s, i: ev.Swap(i, name, _id(s, source), slot))
-        known = known_source(self.core, name)
-        return await self._command(lambda _, i: ev.Swap(i, name, known, slot))
-
-    async def rotate(self, name: str | None) -> AdapterReply:
-        return await self._command(lambda _, i: ev.Rotate(i, name))
-
-    async def unload(
-        self, name: str, *, deadline_s: float = 30.0, cancel_late: bool = False
-    ) -> AdapterReply:
-        deadline = anyio.current_time() + deadline_s
-        return await self._command(lambda _, i: ev.Unload(i, name, deadline, cancel_late))
-
-    async def resize(
-        self,
-        *,
-        max_loras: int | None = None,
-        max_lora_rank: int | None = None,
-        deadline_s: float = 30.0,
-    ) -> AdapterReply:
-        deadline = anyio.current_time() + deadline_s
-        slots, rank = self.core.pool_shape
-        return await self._command(
-            lambda _, i: ev.Resize(
-                i,
-                slots if max_loras is None else max_loras,
-                rank if max_lora_rank is None else max_lora_rank,
-                deadline,
-            )
-        )
-
-    async def pin(self, name: str) -> AdapterReply:
-        return await self._command(lambda _, i: ev.Pin(i, name, True))
-
-    async def unpin(self, name: str) -> AdapterReply:
-        return await self._command(lambda _, i: ev.Pin(i, name, False))
-
-    async def prefetch(self, name: str, source: Source | None = None) -> AdapterReply:
-        return await self._command(lambda s, i: ev.Prefetch(i, name, _maybe(s, source)))
-
-    async def _command(self, make: Callable[[Shell, int], ev.Command]) -> AdapterReply:
-        shell = self._live()
-        pending = await shell.command(partial(make, shell))
-        r = pending.reply
-        assert r is not None
-        return AdapterReply(
-            r.outcome, r.name, r.slot, r.generation, r.adapter_id, r.evicted, pending.report, 0.0
-        )
-
     def stats(self) -> Stats:
         times = self._live().timings.snapshot()
         return msgspec.structs.replace(self.core.stats(), times=times)
@@ -320,17 +260,3 @@ class SimEngine:
 
     def staged(self, name: str) -> StagedReport | None:
         return self._live().seen.of(name)
-
-
-def _id(shell: Shell, source: Source) -> int:
-    return shell.source_id(_source(source))
-
-
-def _maybe(shell: Shell, source: Source | None) -> int | None:
-    return None if source is None else _id(shell, source)
-
-
-def _source(source: Source) -> Any:
-    if isinstance(source, tuple):
-        return BytesSource(*source)
-    return DirectorySource(str(source)) if not hasattr(source, "read") else source

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 
 from ...errors import DeviceError
-from ..worker import RowLike
+from ...gpu.model.rows import RowLike
 
 #: A fingerprint, and how many tokens it is of.
 Seen = tuple[int, int]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rota.gpu.model.batch import RowInput
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.torch_attention import TorchAttention
 from rota.gpu.model.torch_attention_flashinfer import FlashInferAttention, Pages
 from rota.gpu.model.torch_attention_probe import why_not

@@ -12,7 +12,7 @@ from rota.gpu.fakecuda.driver import Fault
 from rota.gpu.graphs import bucket_of
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
-from rota.gpu.model.batch import RowInput
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.sampling import SamplingParams
 
 from .models import MIXES, PROMPTS, TOKENS, ZOO

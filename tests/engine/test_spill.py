@@ -11,11 +11,11 @@ import torch
 import rota
 from rota.errors import InternalError
 from rota.gpu.device import open_device
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.config import load_config
 from rota.gpu.model.kv import kv_bytes_per_block
 from rota.gpu.model.options import RunnerOptions
 from rota.gpu.model.params import SamplingParams
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.runner import Runner
 
 pytestmark = pytest.mark.anyio

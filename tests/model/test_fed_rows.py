@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rota.errors import InternalError
-from rota.gpu.model.batch import RowInput
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.sampling import SamplingParams
 
 RUNNERS = [("llama", "host"), ("llama", "torch"), ("qwen35", "host"), ("qwen35", "torch")]

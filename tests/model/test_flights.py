@@ -20,7 +20,7 @@ from rota.gpu.decorators import Fault, FaultyDevice, TracingDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
-from rota.gpu.model.batch import RowInput
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_batch import DeviceBatch
 from rota.gpu.model.torch_runner import TorchRunner

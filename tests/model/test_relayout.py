@@ -12,8 +12,8 @@ from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner

@@ -12,8 +12,8 @@ from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
 from rota.gpu.kernels.bgmv import LoraGroup
 from rota.gpu.lora.image import SlotImage
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.runner import Runner
 from rota.gpu.model.sampling import SamplingParams
 

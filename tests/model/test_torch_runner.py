@@ -14,8 +14,8 @@ from rota.gpu.host import HostDevice
 from rota.gpu.lora.image import SlotImage
 from rota.gpu.lora.source import DirectorySource
 from rota.gpu.lora.stage import stage
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.sampling import Sampler, SamplingParams
 from rota.gpu.model.torch_deltas import GEMM_TOKENS, Chunk, between, split_rows
 from rota.gpu.model.torch_runner import TorchRunner

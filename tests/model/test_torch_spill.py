@@ -10,8 +10,8 @@ import torch
 from rota.errors import DeviceError, InternalError
 from rota.gpu.decorators import Fault, FaultyDevice
 from rota.gpu.host import HostDevice
-from rota.gpu.model.batch import RowInput
 from rota.gpu.model.options import RunnerOptions
+from rota.gpu.model.rows import RowInput
 from rota.gpu.model.sampling import SamplingParams
 from rota.gpu.model.torch_runner import TorchRunner
 
