@@ -20,9 +20,9 @@ from ..errors import DeviceError
 from .cuda_base import Held, HeldEvent
 from .cuda_capture import CudaGraphs
 from .cuda_kernel import OVERLAP_SINCE, SLOTS, CudaKernel
-from .cuda_memory import CudaBlock, Kind
 from .device import Dim3, Event, Kernel, KernelSpec, Stream
 from .host_launch import MAX_PARAMS, check_launch
+from .ranges import Kind, Range
 
 
 class CudaDevice(CudaGraphs):
@@ -93,8 +93,6 @@ class CudaDevice(CudaGraphs):
         if int(result):
             raise self._failed("cuMemGetInfo", result, self.name)
         limit = self._heap.limit
-        if limit is None:
-            return int(free), int(total)
         return min(limit - self._heap.used, int(free)), min(limit, int(total))
 
     def memset(self, addr: int, byte: int, nbytes: int, stream: Stream) -> None:
@@ -138,7 +136,7 @@ class CudaDevice(CudaGraphs):
         if nbytes:
             self._call("cuMemcpyDtoDAsync", dst, src, nbytes, lane.handle, subject=target.label)
 
-    def _host_side(self, addr: int, nbytes: int, stream: Stream) -> list[CudaBlock]:
+    def _host_side(self, addr: int, nbytes: int, stream: Stream) -> list[Range]:
         """The pinned block of a host range; pageable memory is refused in a capture."""
         if nbytes < 0 or not 0 < addr < 1 << 64:
             raise DeviceError("bad host range", code="bad-argument", found=f"{addr:#x}+{nbytes}")
@@ -164,7 +162,7 @@ class CudaDevice(CudaGraphs):
                 self._capture_of(stream)
         return lane
 
-    def _work(self, stream: Stream, blocks: list[CudaBlock]) -> None:
+    def _work(self, stream: Stream, blocks: list[Range]) -> None:
         """Note work in the capture, if the stream is in one."""
         if self._capture is not None:
             with self._lock:
@@ -350,7 +348,7 @@ class CudaDevice(CudaGraphs):
             call, values = kernel.call(grid, block, shared_bytes, lane.handle)
             self._raw(call, *values, subject=spec.name)
 
-    def _named(self, spec: KernelSpec, args: Sequence[int | float]) -> list[CudaBlock]:
+    def _named(self, spec: KernelSpec, args: Sequence[int | float]) -> list[Range]:
         """The blocks of the address arguments; an address known to be freed is refused."""
         blocks = []
         for letter, value in zip(spec.params, args, strict=True):

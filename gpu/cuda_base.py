@@ -26,11 +26,12 @@ from typing import Any
 from ..errors import DeviceError
 from . import host_capture
 from .cuda_errors import driver_error, error_name
-from .cuda_memory import CudaBlock, CudaHeap
+from .cuda_memory import CudaHeap
 from .cuda_nvrtc import Compiler
 from .cuda_probe import driver_module, why_unavailable
 from .device import Stream
 from .device_rules import DeviceRules
+from .ranges import Range
 
 log = logging.getLogger("rota.gpu.cuda")
 
@@ -54,7 +55,7 @@ class HeldEvent(Held):
 class HeldGraph(Held):
     """A graph or exec, and the allocations its nodes name; ``valid_at`` as in `host_capture`."""
 
-    blocks: tuple[CudaBlock, ...] = ()
+    blocks: tuple[Range, ...] = ()
     valid_at: int = -1
 
 
@@ -63,9 +64,9 @@ class CudaCapture(host_capture.Capture):
     """The active capture: members and clocks as on the host; the driver keeps the nodes."""
 
     count: int = 0
-    held: dict[int, CudaBlock] = field(default_factory=dict)
+    held: dict[int, Range] = field(default_factory=dict)
 
-    def note(self, stream: Stream, blocks: list[CudaBlock]) -> None:
+    def note(self, stream: Stream, blocks: list[Range]) -> None:
         """One more node on a member stream. Code: capture-too-large."""
         if self.count >= host_capture.MAX_NODES:
             self.broken = self.broken or "too many nodes"

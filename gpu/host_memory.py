@@ -1,32 +1,24 @@
-"""The heap of the host device: anonymous private mappings, and the tables that judge addresses.
+"""The heap of the host device: anonymous private mappings, and what is judged of addresses.
 
-What it owns: every mapping, the byte count against the limit, and the sorted table of address
-ranges. Each allocation is its own mapping, so that freeing returns its memory to the system.
-
-Invariants:
-
-* the table is an immutable snapshot replaced as a whole under a lock, so lookups take no lock;
-* `used` equals the sum of the rounded sizes of the live blocks;
-* checked: a freed range stays mapped (poisoned while it is in quarantine) and is never handed out
-  again, and the redzones before and after each block hold `REDZONE` from allocation to free.
+What it owns: every mapping, and the ranges (`ranges.Ranges`). Each allocation is its own mapping,
+so that freeing returns its memory to the system. Invariant of a checked heap: a freed range stays
+mapped (poisoned while it is in quarantine) and is never handed out again, and the redzones before
+and after each block hold `REDZONE` from allocation to free.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
-import threading
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from ..errors import DeviceError
 from .device import ALIGNMENT
-
-Kind = Literal["device", "pinned"]
+from .ranges import Kind, Range, Ranges, not_a_start, rounded, unusable
 
 FRESH_BYTE: Final = 0xA5
 FREED_BYTE: Final = 0xDD
@@ -36,8 +28,6 @@ QUARANTINE_BYTES: Final = 256 << 20
 
 Older ones give their pages back and keep only their address range.
 """
-REMEMBERED_FREES: Final = 1024
-"""Freed ranges an unchecked heap can still name in an error."""
 HUGE_PAGE: Final = 2 << 20
 
 
@@ -55,21 +45,10 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     return min(physical, os.sysconf("SC_AVPHYS_PAGES") * page)
 
 
-class Block:
+class Block(Range):
     """One allocation: its user range, and the mapping around it."""
 
-    __slots__ = (
-        "end",
-        "kind",
-        "label",
-        "live",
-        "map_end",
-        "map_start",
-        "mapping",
-        "nbytes",
-        "serial",
-        "start",
-    )
+    __slots__ = ("map_end", "map_start", "mapping")
 
     def __init__(
         self,
@@ -81,23 +60,13 @@ class Block:
         label: str,
         serial: int,
     ) -> None:
+        super().__init__(start, nbytes, kind, label, serial)
         self.mapping = mapping
         self.map_start = map_start
         self.map_end = map_start + len(mapping)
-        self.start = start
-        self.end = start + nbytes
-        self.nbytes = nbytes
-        self.kind: Kind = kind
-        self.label = label
-        self.serial = serial
-        self.live = True
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class Heap:
+class Heap(Ranges[Block]):
     """Allocations of one host device.
 
     Args:
@@ -109,42 +78,16 @@ class Heap:
     def __init__(
         self, limit: int, *, checked: bool, quarantine_bytes: int = QUARANTINE_BYTES
     ) -> None:
-        self.limit = limit
+        super().__init__(limit)
         self.checked = checked
-        self.used = 0
-        self.frees = (
-            0  # counts frees, so that a graph validated before the last free is known to be stale
-        )
-        self._lock = threading.Lock()
-        self._serials = itertools.count()
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
-        self._table: tuple[list[int], list[Block]] = ([], [])
         self._quarantine: deque[Block] = deque()
         self._quarantined = 0
         self._quarantine_bytes = quarantine_bytes
-        self._recent: OrderedDict[int, Block] = OrderedDict()
 
     def alloc(self, nbytes: int, kind: Kind, label: str) -> int:
         """Map a block. Codes: bad-argument, out-of-memory."""
-        if nbytes <= 0 or not label:
-            raise DeviceError(
-                "an allocation needs a label and at least one byte",
-                code="bad-argument",
-                subject=label,
-                expected="> 0",
-                found=nbytes,
-            )
-        size = _rounded(nbytes)
-        with self._lock:
-            if self.used + size > self.limit:
-                raise DeviceError(
-                    f"out of {kind} memory",
-                    code="out-of-memory",
-                    subject=label,
-                    expected=f"at most {self.limit - self.used} bytes",
-                    found=nbytes,
-                )
-            self.used += size
+        self.reserve(nbytes, kind, label)
+        size = rounded(nbytes)
         try:
             mapping = mmap.mmap(
                 -1,
@@ -152,8 +95,7 @@ class Heap:
                 flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
             )
         except (OSError, OverflowError, ValueError) as error:
-            with self._lock:
-                self.used -= size
+            self.unreserve(nbytes)
             raise DeviceError(
                 f"the system refused {kind} memory: {error}",
                 code="out-of-memory",
@@ -171,14 +113,7 @@ class Heap:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         block = Block(mapping, map_start, start, nbytes, kind, label, next(self._serials))
         with self._lock:
-            self._blocks[start] = block
-            self._recent.pop(start, None)
-            starts, blocks = self._table
-            at = bisect_right(starts, map_start)
-            self._table = (
-                [*starts[:at], map_start, *starts[at:]],
-                [*blocks[:at], block, *blocks[at:]],
-            )
+            self._insert(map_start, block)
         return start
 
     def free(self, addr: int, kind: Kind) -> None:
@@ -187,13 +122,13 @@ class Heap:
         Codes: double-free, bad-address, redzone-broken (freed all the same).
         """
         with self._lock:
-            block = self._blocks.get(addr)
+            block = self._live.get(addr)
             if block is None or block.kind != kind:
                 raise self._free_refusal(addr, kind)
-            del self._blocks[addr]
+            del self._live[addr]
             block.live = False
             self.frees += 1
-            self.used -= _rounded(block.nbytes)
+            self.used -= rounded(block.nbytes)
             damage = self._redzone_damage(block)
             if self.checked:
                 self._to_quarantine(block)
@@ -229,21 +164,16 @@ class Heap:
             return blocks[at]
         return None
 
-    def labels(self) -> tuple[str, ...]:
-        """Labels of the live blocks, oldest first."""
-        with self._lock:
-            return tuple(block.label for block in self._blocks.values())
-
     def close(self) -> DeviceError | None:
         """Unmap everything; returns the first broken redzone."""
         with self._lock:
             damage: DeviceError | None = None
-            for block in self._blocks.values():
+            for block in self._live.values():
                 damage = damage or self._redzone_damage(block)
             for block in self._table[1]:
                 block.live = False
                 block.mapping.close()
-            self._blocks.clear()
+            self._live.clear()
             self._table = ([], [])
             self._quarantine.clear()
             self._recent.clear()
@@ -261,13 +191,8 @@ class Heap:
             oldest.mapping.madvise(mmap.MADV_DONTNEED)  # pages go back, the range stays ours
 
     def _forget(self, block: Block) -> None:
-        starts, blocks = self._table
-        at = bisect_right(starts, block.map_start) - 1
-        self._table = (starts[:at] + starts[at + 1 :], blocks[:at] + blocks[at + 1 :])
+        self._take_out(block.map_start, block)
         block.mapping.close()
-        self._recent[block.start] = block
-        if len(self._recent) > REMEMBERED_FREES:
-            self._recent.popitem(last=False)
 
     def _redzone_damage(self, block: Block) -> DeviceError | None:
         if not self.checked:
@@ -287,43 +212,12 @@ class Heap:
         block = self.covers(addr)
         if block is not None and not block.live:
             return block
-        for block in reversed(self._recent.values()):
-            if block.start <= addr < block.end:
-                return block
-        return None
+        return self._recently(addr)
 
     def _free_refusal(self, addr: int, kind: Kind) -> DeviceError:
-        freed = self._freed(addr)
-        if freed is not None and freed.start == addr and freed.kind == kind:
-            return DeviceError("freed twice", code="double-free", subject=freed.label)
-        inside = self.covers(addr)
-        return DeviceError(
-            f"{addr:#x} is not the start of a live {kind} allocation",
-            code="bad-address",
-            subject=inside.label if inside is not None else None,
-        )
+        return not_a_start(addr, kind, self._freed(addr), self.covers(addr))
 
     def _refusal(self, addr: int, nbytes: int, kind: Kind | None) -> DeviceError:
         block = self.covers(addr)
-        if nbytes < 0:
-            return DeviceError("a negative size", code="bad-argument", found=nbytes)
-        if block is None or not block.live:
-            freed = self._freed(addr)
-            if freed is None:
-                return DeviceError(f"{addr:#x} is in no allocation", code="bad-address")
-            return DeviceError("used after free", code="use-after-free", subject=freed.label)
-        if kind is not None and block.kind != kind:
-            return DeviceError(
-                f"{addr:#x} is {block.kind} memory",
-                code="bad-address",
-                subject=block.label,
-                expected=kind,
-                found=block.kind,
-            )
-        return DeviceError(
-            "a range leaves its allocation",
-            code="out-of-bounds",
-            subject=block.label,
-            expected=f"inside {block.nbytes} bytes",
-            found=f"{nbytes} bytes at offset {addr - block.start}",
-        )
+        near = block if block is not None and block.live else None
+        return unusable(addr, nbytes, kind, near, self._freed(addr))

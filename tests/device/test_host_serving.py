@@ -60,7 +60,7 @@ def test_a_thousand_cycles_of_written_memory_stay_flat(checked):
 
 
 def test_only_the_newest_frees_are_remembered(serving, monkeypatch):
-    monkeypatch.setattr("rota.gpu.host_memory.REMEMBERED_FREES", 2)
+    monkeypatch.setattr("rota.gpu.ranges.REMEMBERED_FREES", 2)
     stream = serving.create_stream(label="s")
     addrs = [serving.alloc(64, label=f"n{i}") for i in range(4)]
     for addr in addrs:
@@ -146,6 +146,7 @@ def test_every_code_the_device_files_raise_is_documented_and_every_documented_co
     used = set()
     for path in [
         *folder.glob("device*.py"),
+        folder / "ranges.py",
         folder / "decorators.py",
         *folder.glob("host*.py"),
         *folder.glob("cuda*.py"),
