@@ -8,7 +8,8 @@ processes.
 Sizes are of the packed slot image (every pair present at the pool's full rank, BF16 files), so that
 all ways move the same bytes. The peer runs in a process of its own; the raw socket is that process
 sending the same number of bytes from the same kind of memory. Raw socket and packed image come both
-ways: over a connection made for each transfer, and over one that is kept. The ways take turns;
+ways: over a connection made for each transfer, and over one that is kept. With a secret, a new
+connection proves it first, and the hash is one that nobody can forge. The ways take turns;
 medians; page cache warm; wants two cores to itself (one receives and hashes, one sends). A raw
 socket checks nothing: "digest alone" is what hashing the image costs one thread.
 
@@ -64,6 +65,8 @@ from rota.sched.staging import staging_threads
 RANK = 16
 RAW, RAW_KEPT = "raw socket", "raw socket, kept"
 PACKED, PACKED_KEPT = "peer, packed image", "peer, packed image, kept"
+PACKED_SECRET = "peer, packed image, secret"
+SECRET = b"known to both ends"
 SEVERAL_BYTES = 300e6
 PIECE = 1 << 20
 
@@ -108,10 +111,10 @@ def peer_process(folders: dict[str, Path], pipe: Any) -> None:
     """A peer, and beside it a socket that only sends."""
 
     async def run() -> None:
-        peer = WeightPeer(folders)
+        peer, secret = WeightPeer(folders), WeightPeer(folders, secret=SECRET)
         raw = socket.create_server(("127.0.0.1", 0))
-        host, port = peer.listen()
-        pipe.send((f"{host}:{port}", raw.getsockname()))
+        addresses = ["{}:{}".format(*one.listen()) for one in (peer, secret)]
+        pipe.send((*addresses, raw.getsockname()))
 
         memory = np.ones(256 << 20, np.uint8)
 
@@ -137,8 +140,10 @@ def peer_process(folders: dict[str, Path], pipe: Any) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(peer.serve)
+            group.start_soon(secret.serve)
             await anyio.to_thread.run_sync(accept_raw)
             peer.stop()
+            secret.stop()
 
     anyio.run(run)
 
@@ -271,9 +276,10 @@ def several(call: Callable[[], Any], size: int) -> float:
 
 
 def measure(
-    name: str, layout: SlotLayout, folder: Path, address: str, raw: Raw, repeats: int
+    name: str, layout: SlotLayout, folder: Path, addresses: list[str], raw: Raw, repeats: int
 ) -> dict[str, Any]:
-    """One size, all ways."""
+    """One size, all ways. ``addresses``: of the peer without and the one with a secret."""
+    address, secured = addresses
     size = layout.slot_bytes
     repeats *= 4 if size < 20e6 else 1
     files = (
@@ -287,6 +293,7 @@ def measure(
         "peer, files": Peer(address, name, packed="never"),
         PACKED: Peer(address, name, packed="always"),
         PACKED_KEPT: Peer(address, name, packed="always", pool=pool),
+        PACKED_SECRET: Peer(secured, name, packed="always", secret=SECRET),
     }
     calls: dict[str, Callable[[], Any]] = {
         RAW: lambda: raw.new(size),
@@ -318,6 +325,7 @@ def measure(
     row["several, MB/s"] = {way: round(rate) for way, rate in rates.items()}
     row["packed / raw throughput"] = ratios = {
         "new connection": round(row[RAW]["ms"] / row[PACKED]["ms"], 3),
+        "new connection, secret": round(row[RAW]["ms"] / row[PACKED_SECRET]["ms"], 3),
         "kept connection": round(row[RAW_KEPT]["ms"] / row[PACKED_KEPT]["ms"], 3),
         "kept, raw checked too": round(
             (row[RAW_KEPT]["ms"] + row["digest alone ms"]) / row[PACKED_KEPT]["ms"], 3
@@ -343,12 +351,12 @@ def main() -> int:
             target=peer_process, args=(folders, theirs)
         )
         process.start()
-        address, raw_address = ours.recv()
+        *addresses, raw_address = ours.recv()
         time.sleep(2.1)  # until then the peer takes the files for ones that may still change
         settle_process()
         raw = Raw(raw_address)
         for name, layout in layouts.items():
-            rows.append(measure(name, layout, folders[name], address, raw, args.repeats))
+            rows.append(measure(name, layout, folders[name], addresses, raw, args.repeats))
         raw.close()
         process.join(30)
     out = HERE / "results" / "stage.json"

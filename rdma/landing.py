@@ -248,7 +248,6 @@ class ImageLanding:
         transport = self._session.transport
         lent = wanted is not None or (transport is not None and transport.contains(target))
         image = dataclasses.replace(facts, buffer=target, digest=packed.digest, lent=lent)
-        image.scales.flags.writeable = False
         report = dataclasses.replace(packed.report, seconds=seconds)
         return StagedAdapter(image, report, packed.digest)
 

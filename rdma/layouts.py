@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,8 @@ from .hashes import KNOWN, told_digest
 from .messages import CHUNK_BYTES, LayoutSpec, Packed
 
 MAX_LAYERS: Final = 1024
+_REMEMBERED_BYTES: Final = 16 << 10
+"""Of the largest ranks and scales that are remembered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -130,34 +133,15 @@ def check_packed(
         StagingError: digest-mismatch, of what is said.
         RejectError: annex-exceeds-arena.
     """
-    pairs = len(layout.pairs)
     _agree(
         ("digest", digest, packed.digest),
         ("fingerprint", layout.fingerprint(), packed.fingerprint),
         ("hash", True, packed.hash in hashes),
-        ("ranks", 2 * pairs, len(packed.ranks)),
-        ("scales", 4 * pairs, len(packed.scales)),
-        ("affine", pairs if layout.affine else 0, len(packed.affine)),
     )
-    ranks, scales = np.frombuffer(packed.ranks, "<u2"), np.frombuffer(packed.scales, "<f4")
-    present = int(np.count_nonzero(ranks))
-    stray = 0 if present == len(ranks) else np.count_nonzero(scales[ranks == 0])
-    _agree(
-        ("largest rank is in the layout", True, int(ranks.max(initial=0)) <= layout.max_rank),
-        ("scales are finite", True, bool(np.isfinite(scales).all())),
-        ("scales are where pairs are", 0, stray),
-        ("pairs", present, packed.report.pairs),
-        ("affine is yes or no", True, not packed.affine or max(packed.affine) <= 1),
-        ("overlay", True, max(packed.embed_rows, packed.head_rows) <= layout.overlay_rows),
-    )
-    facts = laid_out(
-        layout,
-        scales.astype(np.float32),
-        tuple(ranks.tolist()),
-        embed_rows=packed.embed_rows,
-        head_rows=packed.head_rows,
-        affine=tuple(map(bool, packed.affine)),
-    )
+    told = packed.ranks, packed.scales, packed.affine
+    facts_of = _facts_once if sum(map(len, told)) <= _REMEMBERED_BYTES else _facts
+    facts, present = facts_of(layout, *told, packed.embed_rows, packed.head_rows)
+    _agree(("pairs", present, packed.report.pairs))
     nbytes, hash_ = layout.slot_bytes + facts.annex_bytes, KNOWN[packed.hash]
     count = -(-nbytes // CHUNK_BYTES)
     _agree(
@@ -168,6 +152,48 @@ def check_packed(
         _check_told(packed, hash_.digest_bytes * count)
     check_annex(facts.annex_bytes, annex_bytes)
     return facts
+
+
+def _facts(
+    layout: SlotLayout,
+    ranks_told: bytes,
+    scales_told: bytes,
+    affine: bytes,
+    embed_rows: int,
+    head_rows: int,
+) -> tuple[SlotImage, int]:
+    """The image of these facts, without bytes and digest, and how many pairs it has."""
+    pairs = len(layout.pairs)
+    _agree(
+        ("ranks", 2 * pairs, len(ranks_told)),
+        ("scales", 4 * pairs, len(scales_told)),
+        ("affine", pairs if layout.affine else 0, len(affine)),
+    )
+    ranks, scales = np.frombuffer(ranks_told, "<u2"), np.frombuffer(scales_told, "<f4")
+    present = int(np.count_nonzero(ranks))
+    stray = 0 if present == len(ranks) else np.count_nonzero(scales[ranks == 0])
+    _agree(
+        ("largest rank is in the layout", True, int(ranks.max(initial=0)) <= layout.max_rank),
+        ("scales are finite", True, bool(np.isfinite(scales).all())),
+        ("scales are where pairs are", 0, stray),
+        ("affine is yes or no", True, not affine or max(affine) <= 1),
+        ("overlay", True, max(embed_rows, head_rows) <= layout.overlay_rows),
+    )
+    held = scales.astype(np.float32)
+    held.flags.writeable = False  # many images may have it
+    facts = laid_out(
+        layout,
+        held,
+        tuple(ranks.tolist()),
+        embed_rows=embed_rows,
+        head_rows=head_rows,
+        affine=tuple(map(bool, affine)),
+    )
+    return facts, present
+
+
+_facts_once: Final = lru_cache(64)(_facts)
+"""Adapters of one training script have the same; a refusal is not remembered."""
 
 
 def _check_told(packed: Packed, end: int) -> None:
