@@ -9,8 +9,9 @@ Sizes are of the packed slot image (every pair present at the pool's full rank, 
 all ways move the same bytes. The peer runs in a process of its own; the raw socket is that process
 sending the same number of bytes from the same kind of memory. Raw socket and packed image come both
 ways: over a connection made for each transfer, and over one that is kept. With a secret, a new
-connection proves it first, and the hash is one that nobody can forge. The ways take turns;
-medians; page cache warm; wants two cores to itself (one receives and hashes, one sends). A raw
+connection proves it first, and the hash is one that nobody can forge. The ways take turns, each
+round in another order; medians; page cache warm. Each end of a raw socket and of a packed image has
+a core of its own, as on two hosts: where a system puts both on one, that decides the time. A raw
 socket checks nothing: "digest alone" is what hashing the image costs one thread.
 
 "Several" is the rate of many transfers over kept connections by two threads, as an engine with many
@@ -29,6 +30,8 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
+import random
 import socket
 import statistics
 import struct
@@ -67,6 +70,7 @@ RAW, RAW_KEPT = "raw socket", "raw socket, kept"
 PACKED, PACKED_KEPT = "peer, packed image", "peer, packed image, kept"
 PACKED_SECRET = "peer, packed image, secret"
 SECRET = b"known to both ends"
+APART = (RAW, RAW_KEPT, PACKED, PACKED_KEPT, PACKED_SECRET)
 SEVERAL_BYTES = 300e6
 PIECE = 1 << 20
 
@@ -191,18 +195,35 @@ class Raw:
             place += connection.recv_into(view[place : place + PIECE])
 
 
-def taken(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[tuple[float, Any]]]:
+def keep_to(process: int, cores: set[int]) -> None:
+    """All threads of a process, and those they start, run on these cores from now on."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def taken(
+    calls: dict[str, Callable[[], Any]], repeats: int, peer: int
+) -> dict[str, list[tuple[float, Any]]]:
     """Milliseconds and result of each call, ``repeats`` times and once that is not counted, in
-    turns, so that a slow moment of the machine hits all of them."""
+    turns, so that a slow moment of the machine hits all of them, each time in another order, so
+    that what one leaves behind (caches, where threads were last) does too."""
     results: dict[str, list[tuple[float, Any]]] = {name: [] for name in calls}
+    order, rng = list(calls.items()), random.Random(0)
+    every = os.sched_getaffinity(0)
+    ours = every - {max(every)} or every
+    keep_to(peer, {max(every)})
     for round_ in range(repeats + 1):
-        for name, call in calls.items():
+        rng.shuffle(order)
+        for name, call in order:
+            os.sched_setaffinity(0, ours if name in APART else every)
             begin = time.perf_counter()
             result = call()
             ms = (time.perf_counter() - begin) * 1e3
             if round_:
                 results[name].append((ms, getattr(result, "report", None)))
             del result
+    os.sched_setaffinity(0, every)
+    keep_to(peer, every)
     return results
 
 
@@ -276,9 +297,16 @@ def several(call: Callable[[], Any], size: int) -> float:
 
 
 def measure(
-    name: str, layout: SlotLayout, folder: Path, addresses: list[str], raw: Raw, repeats: int
+    name: str,
+    layout: SlotLayout,
+    folder: Path,
+    addresses: list[str],
+    raw: Raw,
+    peer: int,
+    repeats: int,
 ) -> dict[str, Any]:
-    """One size, all ways. ``addresses``: of the peer without and the one with a secret."""
+    """One size, all ways. ``addresses``: of the peer without and the one with a secret; ``peer``:
+    the process they run in."""
     address, secured = addresses
     size = layout.slot_bytes
     repeats *= 4 if size < 20e6 else 1
@@ -315,7 +343,7 @@ def measure(
     print(
         f"{size / 1e6:8.1f} MB  digest alone {row['digest alone ms']} ms  {row['nothing staged']}"
     )
-    for way, got in taken(calls, repeats).items():
+    for way, got in taken(calls, repeats, peer).items():
         times = [ms for ms, _ in got]
         row[way] = {"ms": round(statistics.median(times), 3), "best ms": round(min(times), 3)}
         if way in sources:
@@ -356,7 +384,9 @@ def main() -> int:
         settle_process()
         raw = Raw(raw_address)
         for name, layout in layouts.items():
-            rows.append(measure(name, layout, folders[name], addresses, raw, args.repeats))
+            assert process.pid is not None
+            made = measure(name, layout, folders[name], addresses, raw, process.pid, args.repeats)
+            rows.append(made)
         raw.close()
         process.join(30)
     out = HERE / "results" / "stage.json"
