@@ -111,12 +111,13 @@ class Desk:
         self._pairs: QueuePairs | None = None
         self._closed = False
 
-    def handle(self, message: m.Message) -> Answer:
-        """The answer to a request; never raises for what a client can cause."""
+    def handle(self, message: m.Message, waits: Callable[[], None] = lambda: None) -> Answer:
+        """The answer to a request; never raises for what a client can cause. ``waits``: called
+        before the disk is read."""
         try:
             if self._closed:
                 raise EngineClosedError("the peer is stopping", code="peer-stopping")
-            return self._answer(message)
+            return self._answer(message, waits)
         except RotaError as error:
             return Answer(refusal(error))
 
@@ -136,14 +137,14 @@ class Desk:
             for generation in generations:
                 self._store.release(generation)
 
-    def _answer(self, message: m.Message) -> Answer:
+    def _answer(self, message: m.Message, waits: Callable[[], None]) -> Answer:
         match message:
             case m.ListIds():
                 return Answer(m.Ids(self._store.ids()))
             case m.Open():
-                return Answer(self._open(message.adapter))
+                return Answer(self._open(message.adapter, waits))
             case m.Fetch():
-                return self._fetch(message)
+                return self._fetch(message, waits)
             case m.Pack():
                 return Answer(self._pack(message))
             case m.Read():
@@ -158,14 +159,14 @@ class Desk:
                 return Answer(m.Counters(self._store.counters() | more))
         raise WireError("not a request", code="wire-unexpected", found=type(message).__name__)
 
-    def _open(self, adapter: str) -> m.Manifest:
+    def _open(self, adapter: str, waits: Callable[[], None]) -> m.Manifest:
         if sum(map(len, self._held.values())) >= self._max_open:
             raise CapacityError(
                 "too many adapters held by one client",
                 code="too-many-open",
                 expected=f"at most {self._max_open}",
             )
-        generation = self._store.open(adapter)
+        generation = self._store.open(adapter, waits)
         self._held.setdefault(generation.digest, []).append(generation)
         regions = [self._region(shard) for shard in generation.shards]
         return m.Manifest(
@@ -192,9 +193,9 @@ class Desk:
             packed = self._store.pack(generation, layout)
         return self._told(generation, packed, name)
 
-    def _fetch(self, message: m.Fetch) -> Answer:
+    def _fetch(self, message: m.Fetch, waits: Callable[[], None]) -> Answer:
         name = choose(message.hashes, sure=self._sure)
-        manifest = self._open(message.adapter)
+        manifest = self._open(message.adapter, waits)
         generation = self._find(manifest.digest)
         packed: PackedImage | None = None
         if sum(manifest.shards) >= message.files_at_least:

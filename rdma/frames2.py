@@ -68,7 +68,9 @@ class Wire2:
         self.times = times
         self._in = bytearray()
         self._out: list[bytes] = []
-        self._key: bytes | None = None
+        # They begin with the handshake, which each end finishes at another moment.
+        self._key_in: bytes | None = None
+        self._key_out: bytes | None = None
         self._sent = self._got = 0
         self._error: WireError | None = None
         self._ended = self._closed = False
@@ -129,16 +131,16 @@ class Wire2:
         if body_bytes > kind.max_body:
             raise self._fail("wire-body-too-large", "too long a body", kind.max_body, body_bytes)
         self._check_payload(kind.struct, request, payload)
-        tag_bytes = 0 if self._key is None else TAG_BYTES
+        key = self._key_in
+        tag_bytes = 0 if key is None else TAG_BYTES
         start = HEADER.size + tag_bytes
         if len(data) < start + body_bytes:
             return None
         header, body = bytes(data[: HEADER.size]), bytes(data[start : start + body_bytes])
-        if self._key is not None:
+        if key is not None:
             tag = bytes(data[HEADER.size : start])
-            if not hmac.compare_digest(
-                tag, self._tag(not self._is_client, self._got, header + body)
-            ):
+            wanted = _tag(key, not self._is_client, self._got, header + body)
+            if not hmac.compare_digest(tag, wanted):
                 raise self._fail("wire-bad-tag", "a frame was changed on the way, or replayed")
             self._got += 1
         del data[: start + body_bytes]
@@ -166,6 +168,10 @@ class Wire2:
         self._in.clear()
 
     def _queue(self, request: int, message: m.Message, payload: int = 0) -> None:
+        self._frame(request, *self._body(message), payload)
+
+    def _body(self, message: m.Message) -> tuple[int, bytes]:
+        """Its kind and bytes."""
         self._check_alive()
         if self._closed:
             raise WireError("the connection is closed", code="wire-closed")
@@ -177,18 +183,15 @@ class Wire2:
                 expected=m.KINDS[number].max_body,
                 found=len(body),
             )
+        return number, body
+
+    def _frame(self, request: int, number: int, body: bytes, payload: int = 0) -> None:
         header = HEADER.pack(MAGIC, m.VERSION, number, 0, request, len(body), payload)
         tag = b""
-        if self._key is not None:
-            tag = self._tag(self._is_client, self._sent, header + body)
+        if self._key_out is not None:
+            tag = _tag(self._key_out, self._is_client, self._sent, header + body)
             self._sent += 1
         self._out.append(header + tag + body)
-
-    def _tag(self, from_client: bool, sequence: int, text: bytes) -> bytes:
-        assert self._key is not None
-        way = b"c" if from_client else b"s"
-        made = hmac.new(self._key, way + sequence.to_bytes(8, "little") + text, hashlib.sha256)
-        return made.digest()[:TAG_BYTES]
 
     @property
     def ended(self) -> bool:
@@ -244,3 +247,9 @@ class Wire2:
         self, request: int, message: m.Message, payload: int, now: float
     ) -> Iterator[Event]:
         raise NotImplementedError  # each end has its own
+
+
+def _tag(key: bytes, from_client: bool, sequence: int, text: bytes) -> bytes:
+    way = b"c" if from_client else b"s"
+    made = hmac.new(key, way + sequence.to_bytes(8, "little") + text, hashlib.sha256)
+    return made.digest()[:TAG_BYTES]

@@ -215,8 +215,8 @@ class Link:
         times: time-outs of the protocol.
         deadline: when everything must be over, by ``clock``.
         clock: monotonic seconds.
-        ahead: where there is no secret, do not wait for the peer's welcome: it comes with the first
-            answer, and one round trip does it all.
+        ahead: do not wait for the peer's welcome: it comes with the first answer, and one round
+            trip does it all, or two where there is a secret.
 
     Raises (every call):
         StagingError: peer-lost, peer-timeout, stage-cancelled.
@@ -245,7 +245,7 @@ class Link:
         self.heard = False
         """The peer has said something since this promotion began."""
         self.welcome: m.Welcome | None = None
-        if not ahead or secret is not None:
+        if not ahead:
             self._run(0)
 
     def call(

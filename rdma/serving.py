@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 from ..errors import RotaError, WireError
@@ -135,8 +135,7 @@ class Serving:
                     if isinstance(event, Received):
                         self._answer(proto, event)
                         answered = True
-                if said := proto.data_to_send():
-                    self._send(said)
+                self._say(proto)
             except WireError as error:
                 # What came before is said first: it may tell the client more.
                 say_no(self._socket, error, self._times, proto.data_to_send())
@@ -167,8 +166,17 @@ class Serving:
 
     def _answer(self, proto: Wire2Server, event: Received) -> None:
         self._count("requests", 1)
-        with self._permits if isinstance(event.message, _SLOW) else nullcontext():
-            answer = self._desk.handle(event.message)
+        # Before it takes long the client hears what there is to say: its welcome, mostly.
+        waits = partial(self._say, proto)
+        slow = isinstance(event.message, _SLOW)
+        if slow and not self._permits.acquire(blocking=False):
+            waits()
+            self._permits.acquire()
+        try:
+            answer = self._desk.handle(event.message, waits)
+        finally:
+            if slow:
+                self._permits.release()
         payload = answer.payload
         size = 0 if payload is None else len(payload)
         proto.reply(event.request, answer.message, time.monotonic(), size)
@@ -177,6 +185,11 @@ class Serving:
         self._send(proto.data_to_send(), payload)
         if size:
             proto.payload_sent(size, time.monotonic())
+
+    def _say(self, proto: Wire2Server) -> None:
+        """What there is to say."""
+        if said := proto.data_to_send():
+            self._send(said)
 
     def _send(self, said: bytes, payload: memoryview | None = None) -> None:
         """All of it, as long as some of it moves."""

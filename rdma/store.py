@@ -155,8 +155,9 @@ class Store:
                 "leases": sum(g.leases for g in live),
             }
 
-    def open(self, adapter: str) -> Generation:
-        """Lease the current generation, reading it anew when its files have changed.
+    def open(self, adapter: str, waits: Callable[[], None] = lambda: None) -> Generation:
+        """Lease the current generation, reading it anew when its files have changed. ``waits`` is
+        called before that takes long.
 
         Raises:
             RequestError: unknown-adapter.
@@ -169,8 +170,12 @@ class Store:
             raise RequestError(
                 "no adapter of this id is served", code="unknown-adapter", subject=adapter[:200]
             )
-        with place.lock:
+        if not place.lock.acquire(blocking=False):  # someone else reads it
+            waits()
+            place.lock.acquire()
+        try:
             if place.current is None or not place.watch.unchanged(self._clock_ns()):
+                waits()
                 self._refresh(adapter, place)
             generation = place.current
             assert generation is not None
@@ -180,6 +185,8 @@ class Store:
                 generation.leases += 1
                 generation.used = self._ticks
             return generation
+        finally:
+            place.lock.release()
 
     def release(self, generation: Generation) -> None:
         """Give one lease back; a generation that is no longer current goes with its last."""

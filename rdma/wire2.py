@@ -3,11 +3,12 @@
 The handshake is Hello, Challenge, Prove, Welcome: each end proves the shared secret by HMAC-SHA256
 over both nonces, and from then on every header and body carries a tag under a key made of both.
 Then the client asks and the peer answers, each question by its id; `ANSWERS` says with what. A
-client without a secret knows its whole part beforehand and may say it, and its questions, at once.
+client may ask at once: without a secret it says its whole part of the handshake beforehand, with
+one its questions go with its proof, as soon as there is a Challenge.
 
-What it owns: whose turn it is. Invariants: no request before Welcome where there is a secret, and
-no answer before it in any case; no answer without a request;
-a payload is exactly as long as was asked; nothing waits without a deadline.
+What it owns: whose turn it is. Invariants: no request before what the handshake has to say first,
+and no answer before Welcome; no answer without a request; a payload is exactly as long as was
+asked; nothing waits without a deadline.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Wire2Client(Wire2):
         self._nonce, self._secret = nonce, secret
         self._server_nonce: bytes | None = None
         self._proved = False
+        self._held: list[tuple[int, int, bytes]] = []
         self._asked: dict[int, type[m.Message]] = {}
         self._sinks: dict[int, memoryview] = {}
         self._landing: tuple[int, memoryview] | None = None
@@ -62,18 +64,19 @@ class Wire2Client(Wire2):
         or that of a `Fetch`, should one come (its largest size).
 
         Raises:
-            WireError: wire-closed; wire-unexpected before Welcome, if there is a secret; or the
-                error that came before.
+            WireError: wire-closed; or the error that came before.
         """
         self._check_alive()
-        if not self.welcomed and self._secret is not None:
-            raise WireError("a request before the handshake is done", code="wire-unexpected")
         if isinstance(message, m.Read) and (sink is None or len(sink) != message.nbytes):
             raise WireError("the sink is not as long as the read", code="wire-payload-length")
-        if not self.welcomed:
+        if self._secret is None:
             self._prove(b"")
         request, self._next = self._next, self._next % 0xFFFFFFFF + 1
-        self._queue(request, message)
+        number, body = self._body(message)
+        if self._proved:
+            self._frame(request, number, body)
+        else:
+            self._held.append((request, number, body))
         self._asked[request] = type(message)
         if sink is not None:
             self._sinks[request] = sink
@@ -123,7 +126,8 @@ class Wire2Client(Wire2):
     def _on_message(
         self, request: int, message: m.Message, payload: int, now: float
     ) -> Iterator[Event]:
-        if isinstance(message, m.Refused) and (request == 0 or request in self._asked):
+        answered = self.welcomed and request in self._asked
+        if isinstance(message, m.Refused) and (request == 0 or answered):
             self._asked.pop(request, None)
             self._sinks.pop(request, None)
             self._deadline = now + self.times.reply if self._asked else None
@@ -173,7 +177,7 @@ class Wire2Client(Wire2):
                 wanted = prove(self._secret, b"server", self._nonce, self._server_nonce)
                 if not hmac.compare_digest(message.mac, wanted):
                     raise self._fail("wire-auth-failed", "the peer does not know the secret")
-                self._key = prove(self._secret, b"key", self._nonce, self._server_nonce)
+                self._key_in = self._key_out
             self.welcomed = True
         else:
             raise self._fail(
@@ -185,6 +189,11 @@ class Wire2Client(Wire2):
         if not self._proved:
             self._proved = True
             self._queue(0, m.Prove(mac))
+            if self._secret is not None and self._server_nonce is not None:
+                self._key_out = prove(self._secret, b"key", self._nonce, self._server_nonce)
+            for held in self._held:
+                self._frame(*held)
+            self._held.clear()
 
 
 class Wire2Server(Wire2):
@@ -268,7 +277,7 @@ class Wire2Server(Wire2):
                 mac = prove(self._secret, b"server", self._client_nonce, self._nonce)
                 key = prove(self._secret, b"key", self._client_nonce, self._nonce)
             self._queue(0, m.Welcome(mac, self._verbs, self._read_bytes))
-            self._key = key or None
+            self._key_in = self._key_out = key or None
             self.welcomed = True
             self._deadline = now + self.times.idle
         else:

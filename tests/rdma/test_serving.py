@@ -1,19 +1,22 @@
-"""How an answer goes out: in pieces, however little of each the system takes."""
+"""How an answer goes out: in pieces, however little of each the system takes, a welcome first."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rota.rdma import messages as m
 from rota.rdma.desk import Desk
-from rota.rdma.frames2 import Times
+from rota.rdma.frames2 import Received, Times
 from rota.rdma.serving import Serving
 from rota.rdma.store import Store
+from rota.rdma.wire2 import Wire2Client
 
 MIB = 1 << 20
 
@@ -57,3 +60,64 @@ def test_the_system_is_given_a_little_at_a_time(most: int, nbytes: int | None) -
         reader.join(30)
     assert bytes(got) == b"words" + (b"" if payload is None else payload.tobytes())
     assert max(watched.given) <= MIB + len(b"words")
+
+
+class Held:
+    """A lock or a disk that makes whoever wants it wait, until it is opened."""
+
+    def __init__(self) -> None:
+        self.wanted, self.open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.wanted.set()
+        assert self.open.wait(30)
+
+
+@pytest.mark.parametrize("secret", [b"one", None])
+@pytest.mark.parametrize("what", ["disk", "permit", "someone else reads"])
+def test_a_client_is_welcomed_before_it_has_to_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, secret: bytes | None
+) -> None:
+    """Its handshake has a time of its own, shorter than a disk's: it asks along with it, and an
+    adapter that is slow to read must not look like a peer that is not there."""
+    store, held = Store({"one": folder}), Held()
+    permits = threading.Semaphore(0 if what == "permit" else 1)
+    if what == "disk":
+        read = store._read
+
+        def slowly(path: Path) -> Any:
+            held.wait()
+            return read(path)
+
+        monkeypatch.setattr(store, "_read", slowly)
+    if what == "someone else reads":
+        store._places["one"].lock.acquire()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), timeout=30)
+        theirs, _ = listener.accept()
+    desk = Desk(store, sure=secret is not None)
+    one = Serving(theirs, desk, secret, Times(), permits, lambda name, more: None)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    client, said = Wire2Client(bytes(32), secret, "test", Times(), 0.0), []
+    client.request(m.Open("one"), 0.0)
+    with ours, theirs:
+        while not any(type(event.message) is m.Welcome for event in said):
+            ours.sendall(client.data_to_send())
+            client.receive_data(ours.recv(1 << 16))
+            said += [event for event in client.events(0.0) if isinstance(event, Received)]
+        assert [type(event.message) for event in said] == [m.Welcome]
+        held.open.set()
+        if what == "permit":
+            permits.release()
+        if what == "someone else reads":
+            store._places["one"].lock.release()
+        while len(said) < 2:
+            client.receive_data(ours.recv(1 << 16))
+            said += [event for event in client.events(0.0) if isinstance(event, Received)]
+        assert type(said[1].message) is m.Manifest and said[1].message.adapter == "one"
+        ours.shutdown(socket.SHUT_WR)
+        thread.join(30)
+        assert not thread.is_alive()
+    desk.close()
+    store.close()

@@ -106,7 +106,7 @@ def test_another_adapter_than_was_asked_for(
     other = kit.write(tmp_path / "two", kit.small, seed=1)
     running = serve({"one": folder, "two": other}, secret=None)
     answer = Desk._open
-    monkeypatch.setattr(Desk, "_open", lambda self, adapter: answer(self, "two"))
+    monkeypatch.setattr(Desk, "_open", lambda self, adapter, waits: answer(self, "two", waits))
     for packed in ("always", "never"):
         source = Peer(running.address, "one", packed=packed)
         error = refusal(lambda source=source: stage(source, kit.small))

@@ -12,7 +12,7 @@ from rota.errors import WireError
 from rota.rdma import messages as m
 from rota.rdma.desk import raised, refusal
 from rota.rdma.frames2 import HEADER, MAGIC, PayloadDone, Received, Times
-from rota.rdma.wire2 import Wire2Client, Wire2Server
+from rota.rdma.wire2 import Wire2Client, Wire2Server, prove
 
 SECRET = b"s" * 16
 TIMES = Times(handshake=5, reply=7, idle=11, stall=3)
@@ -179,6 +179,57 @@ def test_ahead_of_the_welcome_nothing_is_believed() -> None:
     assert code(client.handle_timeout, 5.0) == "wire-timeout"
 
 
+def test_with_a_secret_questions_go_with_the_proof() -> None:
+    """Two flights, whenever they were asked; the tags count from the first of them."""
+    client, server = ends()
+    first = client.request(m.ListIds(), 0.0)  # before there is anything to prove
+    assert client.timeout_at() == 5 and move(client, server) == []
+    assert move(server, client) == []
+    second = client.request(m.Status(), 0.0)  # after it
+    assert move(client, server) == [Received(first, m.ListIds()), Received(second, m.Status())]
+    server.reply(first, m.Ids(["a"]), 0.0)
+    server.reply(second, m.Counters({"opens": 1}), 0.0)
+    welcome, *answers = move(server, client)
+    assert type(welcome.message) is m.Welcome
+    assert answers == [Received(first, m.Ids(["a"])), Received(second, m.Counters({"opens": 1}))]
+    # Asked after Welcome, they are the same bytes.
+    slow, peer = ends()
+    said = b""
+    for _ in range(2):
+        said += (part := slow.data_to_send())
+        peer.receive_data(part)
+        list(peer.events(0.0))
+        move(peer, slow)
+    slow.request(m.ListIds(), 0.0)
+    slow.request(m.Status(), 0.0)
+    fast, peer = ends()
+    fast.request(m.ListIds(), 0.0)
+    fast.request(m.Status(), 0.0)
+    head = fast.data_to_send()
+    peer.receive_data(head)
+    list(peer.events(0.0))
+    move(peer, fast)
+    assert head + fast.data_to_send() == said + slow.data_to_send()
+
+
+@pytest.mark.parametrize("lie", ["welcome", "answer", "refusal", "no tag"])
+def test_who_does_not_know_the_secret_is_not_believed(lie: str) -> None:
+    """It has heard the question, as anyone on the way might; its answers are worth nothing."""
+    client, liar = ends()
+    number = client.request(m.ListIds(), 0.0)
+    move(client, liar)
+    move(liar, client)
+    client.data_to_send()
+    if lie in ("welcome", "no tag"):
+        mac = bytes(32) if lie == "welcome" else prove(SECRET, b"server", b"c" * 32, b"n" * 32)
+        liar._queue(0, m.Welcome(mac, False, 1))
+    refusal = m.Refused("reject", "bad-config", "no", None, None, None, None)
+    liar._queue(number, refusal if lie == "refusal" else m.Ids(["a"]))
+    liar._out.append(bytes(16))  # a frame more than complete, whoever counts its tag
+    codes = {"welcome": "wire-auth-failed", "no tag": "wire-bad-tag"}
+    assert code(move, liar, client) == codes.get(lie, "wire-unexpected")
+
+
 def test_changed_and_replayed_frames() -> None:
     client, server = shaken()
     client.request(m.Open("sql"), 0.0)
@@ -289,7 +340,8 @@ def test_the_end() -> None:
     client.close()
     assert code(client.request, m.ListIds(), 0.0) == "wire-closed"
     client, _ = ends()
-    assert code(client.request, m.ListIds(), 0.0) == "wire-unexpected"
+    client.close()
+    assert code(client.request, m.ListIds(), 0.0) == "wire-closed"
 
 
 def test_errors_travel_whole() -> None:
