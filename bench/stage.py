@@ -7,7 +7,7 @@ processes.
 
 Sizes are of the packed slot image (every pair present at the pool's full rank, BF16 files), so that
 all ways move the same bytes. The peer runs in a process of its own; the raw socket is that process
-sending the same number of bytes from the same kind of memory. Raw socket and packed image come both
+sending the same number of bytes from the same kind of memory into the same kind. Raw socket and packed image come both
 ways: over a connection made for each transfer, and over one that is kept. With a secret, a new
 connection proves it first, and the hash is one that nobody can forge. The ways take turns, each
 round in another order; medians; page cache warm. Each end of a raw socket and of a packed image has
@@ -53,6 +53,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import machine
 
+from rota.gpu.lora.buffers import blank
 from rota.gpu.lora.dims import ModelDims
 from rota.gpu.lora.layout import SlotLayout
 from rota.gpu.lora.report import LoadReport
@@ -153,7 +154,8 @@ def peer_process(folders: dict[str, Path], pipe: Any) -> None:
 
 
 class Raw:
-    """Receives bytes into fresh memory, over a new connection or one kept for each thread."""
+    """Receives bytes into a buffer like a stage's, over a new connection or one kept for each
+    thread."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -187,7 +189,7 @@ class Raw:
 
     @staticmethod
     def _take(connection: socket.socket, size: int) -> None:
-        target = np.empty(size, np.uint8)
+        target = blank(size)
         view = target.data
         connection.sendall(struct.pack("<Q", size))
         place = 0
