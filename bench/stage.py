@@ -10,9 +10,9 @@ all ways move the same bytes. The peer runs in a process of its own; the raw soc
 sending the same number of bytes from the same kind of memory into the same kind. Raw socket and
 packed image come both ways: over a connection made for each transfer, and over one that is kept.
 With a secret, a new connection proves it first, and the hash is one that nobody can forge. The ways
-take turns, each round in another order; medians; page cache warm. Each end of a raw socket and of a packed image has
-a core of its own, as on two hosts: where a system puts both on one, that decides the time. A raw
-socket checks nothing: "digest alone" is what hashing the image costs one thread.
+take turns, each round in another order; medians; page cache warm. Each end of a raw socket and of a
+packed image has a core of its own, as on two hosts: where a system puts both on one, that decides
+the time. A raw socket checks nothing: "digest alone" is what hashing the image costs one thread.
 
 "Several" is the rate of many transfers over kept connections by two threads, as an engine with many
 adapters has it, in MB of image a second.
