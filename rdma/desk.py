@@ -113,7 +113,7 @@ class Desk:
 
     def handle(self, message: m.Message, waits: Callable[[], None] = lambda: None) -> Answer:
         """The answer to a request; never raises for what a client can cause. ``waits``: called
-        before the disk is read."""
+        before it takes long, under locks that others may want."""
         try:
             if self._closed:
                 raise EngineClosedError("the peer is stopping", code="peer-stopping")
@@ -202,6 +202,8 @@ class Desk:
             packed = self._store.packed(generation, message.fingerprint)
         if packed is None:
             return Answer(m.Fetched(manifest, None))
+        if name not in packed.told:
+            waits()  # all of it is hashed
         told, payload = self._told(generation, packed, name), None
         if told.region is None and message.room >= packed.region.nbytes:
             payload = packed.region.array.data

@@ -70,6 +70,7 @@ class Serving:
         self._socket, self._desk, self._secret, self._times = sock, desk, secret, times
         self._permits, self._count, self._verbs, self._desk1 = permits, count, verbs, desk1
         self._leaving = self._dismissed = False
+        self._unsent = b""
         # Held for a few instructions at a time: a client asks, or is dismissed.
         self._turn = threading.Lock()
         self.idle_since: float | None = None
@@ -138,7 +139,7 @@ class Serving:
                 self._say(proto)
             except WireError as error:
                 # What came before is said first: it may tell the client more.
-                say_no(self._socket, error, self._times, proto.data_to_send())
+                say_no(self._socket, error, self._times, self._said(proto))
                 raise
             if proto.ended:
                 return
@@ -167,7 +168,7 @@ class Serving:
     def _answer(self, proto: Wire2Server, event: Received) -> None:
         self._count("requests", 1)
         # Before it takes long the client hears what there is to say: its welcome, mostly.
-        waits = partial(self._say, proto)
+        waits = partial(self._say_now, proto)
         slow = isinstance(event.message, _SLOW)
         if slow and not self._permits.acquire(blocking=False):
             waits()
@@ -182,14 +183,30 @@ class Serving:
         proto.reply(event.request, answer.message, time.monotonic(), size)
         if isinstance(answer.message, m.Released):
             return  # nobody waits for it; it goes with what is said next, or before the next wait
-        self._send(proto.data_to_send(), payload)
+        self._send(self._said(proto), payload)
         if size:
             proto.payload_sent(size, time.monotonic())
 
     def _say(self, proto: Wire2Server) -> None:
         """What there is to say."""
-        if said := proto.data_to_send():
+        if said := self._said(proto):
             self._send(said)
+
+    def _say_now(self, proto: Wire2Server) -> None:
+        """What there is to say, as far as the system takes it at once; the rest is said later: who
+        reads nothing must not keep the locks that are held here from the others."""
+        if said := self._said(proto):
+            try:
+                count = self._socket.send(said, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                count = 0
+            self._count("bytes_sent", count)
+            self._unsent = said[count:]
+
+    def _said(self, proto: Wire2Server) -> bytes:
+        """What is not sent yet, once."""
+        said, self._unsent = self._unsent + proto.data_to_send(), b""
+        return said
 
     def _send(self, said: bytes, payload: memoryview | None = None) -> None:
         """All of it, as long as some of it moves."""

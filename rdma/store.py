@@ -157,7 +157,7 @@ class Store:
 
     def open(self, adapter: str, waits: Callable[[], None] = lambda: None) -> Generation:
         """Lease the current generation, reading it anew when its files have changed. ``waits`` is
-        called before that takes long.
+        called before that takes long, and must not: others may want the lock it is called under.
 
         Raises:
             RequestError: unknown-adapter.

@@ -105,6 +105,7 @@ class AdapterCommands:
         return await self._command(lambda _, i: ev.Pin(i, name, True))
 
     async def unpin(self, name: str) -> AdapterReply:
+        """The adapter's slot may be a victim again once nothing runs on it."""
         return await self._command(lambda _, i: ev.Pin(i, name, False))
 
     async def prefetch(self, name: str, source: Source | None = None) -> AdapterReply:
