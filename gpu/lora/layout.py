@@ -258,6 +258,7 @@ class SlotLayout:
             taken = sizes * np.asarray(found, bool)
             ends = place + np.cumsum(taken)
             offsets.append(np.where(taken > 0, ends - taken, -1))
+            offsets[-1].flags.writeable = False  # many images may have them
             place = int(ends[-1])
         overlay = None
         if embed_rows or head_rows:

@@ -21,7 +21,8 @@ def same(landed: StagedAdapter, disk: StagedAdapter) -> None:
     for name in ("digest", "fingerprint", "present", "ranks", "embed_rows", "head_rows", "affine"):
         assert getattr(a, name) == getattr(b, name)
     np.testing.assert_array_equal(a.scales, b.scales)
-    assert not a.scales.flags.writeable
+    for array in (a.scales, *(() if a.annex is None else (a.annex.pairs, a.annex.vectors))):
+        assert not array.flags.writeable
     for name in ("pairs", "tensors", "by_module", "ranks", "scales", "notes", "ignored", "dtypes"):
         assert getattr(landed.report, name) == getattr(disk.report, name)
 

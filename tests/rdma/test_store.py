@@ -72,6 +72,28 @@ def test_unchanged_files_are_read_once(folder: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("contended", [False, True])
+def test_who_is_gone_before_it_waits_leaves_nothing_held(folder: Path, contended: bool) -> None:
+    store = Store({"one": folder}, clock_ns=later(folder))
+    place = store._places["one"]
+
+    def gone() -> None:
+        raise BrokenPipeError("the client is gone")
+
+    if contended:
+        place.lock.acquire()
+    with pytest.raises(BrokenPipeError):
+        store.open("one", gone)
+    assert place.lock.locked() == contended
+    if contended:
+        place.lock.release()
+    counters = store.counters()
+    assert counters["leases"] == counters["opens"] == counters["region_bytes"] == 0
+    store.release(store.open("one", lambda: None))
+    store.release(store.open("one", gone))  # nothing to wait for: nobody is told
+    store.close()
+
+
 def test_young_files_are_read_again_but_are_no_new_generation(folder: Path) -> None:
     store = Store({"one": folder}, clock_ns=lambda: folder.stat().st_mtime_ns)
     first, second = store.open("one"), store.open("one")
