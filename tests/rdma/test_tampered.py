@@ -1,4 +1,4 @@
-"""Version 2 with a secret, and somebody between the ends who changes, repeats and makes up frames."""
+"""Version 2 with a secret, and somebody between who changes, repeats and makes up frames."""
 
 from __future__ import annotations
 
