@@ -47,7 +47,7 @@ class DeviceRules(Generic[LaneT, EventT, GraphT, CaptureT]):
 
     def _enter(self) -> None:
         """Refuse where no operation is possible any more."""
-        raise NotImplementedError
+        raise NotImplementedError  # each device has its own
 
     # Handles
 

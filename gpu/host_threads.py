@@ -1,9 +1,9 @@
 """How long a thread keeps a core while others want it, as far as the system lets us ask.
 
 Owns nothing. Linux (6.12 and later) takes a *slice* for each thread: one that wakes and asks for
-short ones gets the core at once from one that runs and asks for long ones; otherwise it waits for
-the system's next tick, 4 ms away perhaps. Over time each gets as much as it did before. Asking
-needs no privilege, and never fails: on other systems, and where a filter refuses it, nothing
+short ones gets the core at once, as a rule, from one that runs and asks for long ones; otherwise it
+often waits for the system's next tick, 4 ms away perhaps. Over time each gets as much as it did.
+Asking needs no privilege, and never fails: on other systems, and where a filter refuses it, nothing
 changes.
 """
 
@@ -16,7 +16,7 @@ import sys
 from typing import Final
 
 LONG_S: Final = 0.02
-"""Slice of a thread that computes or copies for long, and that nobody waits for with a request."""
+"""Slice of a thread that computes or copies for long."""
 SHORT_S: Final = 0.0001
 """Slice of a thread that has little to do, and must do it soon; the shortest there is."""
 _CALLS: Final = {"x86_64": (315, 314), "aarch64": (275, 274)}

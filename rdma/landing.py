@@ -294,7 +294,7 @@ class ImageLanding:
             assert self._packed is not None
             hash_, digests = KNOWN[self._packed.hash], self._packed.chunks
             threads, lent, nbytes = 2, None, target.nbytes
-            if not hash_.slow and self._session.rails is None:
+            if not (hash_.slow or hash_.quick) and self._session.rails is None:
                 # A fast hash keeps up with a connection, and the peer may want a core as well.
                 lent = self._session.beside() if nbytes > _SMALL_BYTES else None
                 threads = 0 if lent is None and nbytes <= _ALONE_BYTES else 1

@@ -53,7 +53,8 @@ class ChunkVerifier:
         threads: int = 2,
         lent: ThreadPoolExecutor | None = None,
     ) -> None:
-        self._array, self._digests, self._hash, self._threads = array, digests, hash_, threads
+        self._array, self._digests, self._hash = array, digests, hash_
+        self._threads = 0 if hash_.quick else threads
         self._lent, self._pool = lent, lent
         self._waiting: deque[int] = deque()
         self._checks: deque[Future[object]] = deque()
@@ -67,7 +68,7 @@ class ChunkVerifier:
             self._checks.popleft().result()
         for chunk in range(self._next, end):
             self._waiting.append(chunk)
-            if len(self._checks) < self._threads and not whole and not self._hash.quick:
+            if len(self._checks) < self._threads and not whole:
                 if self._pool is None:
                     self._pool = digest_pool(self._threads, "rota-verify")
                 self._checks.append(self._pool.submit(self._check_all))

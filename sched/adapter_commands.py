@@ -28,7 +28,7 @@ class AdapterCommands:
 
     def _serving(self) -> tuple[Shell, Core]:
         """What serves now. Raises EngineClosedError."""
-        raise NotImplementedError
+        raise NotImplementedError  # each engine has its own
 
     async def load(self, name: str, source: Source, *, pin: bool = False) -> AdapterReply:
         """Stage a new name and bring it into a slot. Refused if the name is taken."""

@@ -36,7 +36,7 @@ def prompt_switching(seconds: float = SWITCH_S) -> Iterator[None]:
 
 def settle_process() -> None:
     """For who owns the process, once, on the loop's thread, when it is ready: its heap is settled,
-    and this thread gets a core at once from those that have one for long."""
+    and this thread gets a core at once, as a rule, from those that have one for long."""
     settle_heap()
     ask_for_slices(SHORT_S, inherited=False)
 
