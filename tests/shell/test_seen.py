@@ -1,4 +1,5 @@
-"""What staging saw is remembered, newest first, of so many names, until they are unloaded."""
+"""What staging saw is remembered, newest first, of so many names, until they are unloaded.
+Every sleep is of virtual time."""
 
 from __future__ import annotations
 
